@@ -1,0 +1,32 @@
+"""Name → environment. One dictionary; `register` adds to it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from safeicrl.envs.api import Env
+from safeicrl.envs.dark_room import SafeDarkRoom
+from safeicrl.errors import UserError, unknown_name
+
+ENVS: dict[str, Callable[..., Env]] = {
+    "safe-dark-room": SafeDarkRoom,
+}
+
+
+def register(name: str, make: Callable[..., Env]) -> None:
+    """Make `make(**parameters)` available as `make_env(name, **parameters)`."""
+    if name in ENVS:
+        raise UserError(f"environment {name!r} is registered already")
+    ENVS[name] = make
+
+
+def make_env(name: str, **parameters: Any) -> Env:
+    """Build a registered environment."""
+    if name not in ENVS:
+        raise unknown_name("environment", name, ENVS)
+    make = ENVS[name]
+    known = {field.name for field in dataclasses.fields(make)} if dataclasses.is_dataclass(make) else None
+    for parameter in parameters:
+        if known is not None and parameter not in known:
+            raise unknown_name(f"parameter of {name}", parameter, known)
+    return make(**parameters)

@@ -1,0 +1,49 @@
+"""The one error users see: a single line that names the value and the rule it breaks."""
+
+import difflib
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+
+class UserError(ValueError):
+    """A mistake in what the user asked for. The command line prints its message without a traceback."""
+
+
+def unknown_name(kind: str, name: object, known: Iterable[str]) -> UserError:
+    """The error for a name nobody registered: lists the known ones and suggests the nearest."""
+    names = sorted(known)
+    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.3)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return UserError(f"unknown {kind} {name!r}; known: {', '.join(names)}.{hint}")
+
+
+def check_budget(budget: object) -> np.ndarray:
+    """Return `budget` (a number or an array of them) as float32, or say why it is no budget."""
+    try:
+        values = np.asarray(budget, dtype=np.float32)
+    except (TypeError, ValueError):
+        raise UserError(f"budget must be a number ≥ 0, got {budget!r}") from None
+    # dtype kind: a string like "3" converts to float silently, a bool is never meant
+    if np.asarray(budget).dtype.kind not in "iuf":
+        raise UserError(f"budget must be a number ≥ 0, got {budget!r}")
+    bad = values[~(np.isfinite(values) & (values >= 0))]
+    if bad.size:
+        raise UserError(f"budget must be a finite number ≥ 0, got {bad.flat[0]!s}")
+    return values
+
+
+def check_integer(name: str, value: object, minimum: int) -> int:
+    """Return `value` if it is an integer ≥ `minimum`, or say why not."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < minimum:
+        raise UserError(f"{name} must be an integer ≥ {minimum}, got {value!r}")
+    return int(value)
+
+
+def check_number(name: str, value: object, minimum: float, *, strict: bool = False) -> float:
+    """Return `value` if it is a finite number ≥ `minimum` (> when `strict`), or say why not."""
+    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < minimum or (strict and value == minimum):  # type: ignore[operator, arg-type]
+        raise UserError(f"{name} must be a finite number {'>' if strict else '≥'} {minimum}, got {value!r}")
+    return float(value)  # type: ignore[arg-type]
