@@ -1,0 +1,300 @@
+"""Trials: K episodes on one task, one budget, a context that grows through all of them.
+
+`run_trials` is one jitted scan over thousands of rows; training and evaluation both use it. Each row plays a
+*queue* of trials one after another until its steps run out. Evaluation gives every row a queue of one; the
+learner gives several, so that a row whose agent reaches its goals early goes on with the next task instead of
+idling. Two kinds of boundary are kept apart everywhere: an episode ends (`terminated | truncated`), and a trial
+ends (its K-th episode ended).
+"""
+
+from typing import Any, Protocol
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from safeicrl.envs.api import Box, Discrete, Env, EnvSpec, Key, PyTree, Split, record, replace
+from safeicrl.errors import UserError, check_budget
+
+
+@record
+class Token:
+    """All an agent is told at one step; [row] here, [row, time] in a `Trials` record.
+
+    The last transition is whole (previous observation, action, reward, cost): the observation that ended an
+    episode is replaced by the next episode's first, so without `previous` nobody could tell where the goal was.
+    `time` and `episode` say where in the trial the token stands; they serve as its position.
+    """
+
+    observation: jax.Array  # [row, obs]
+    previous: jax.Array  # [row, obs] the observation before; of a trial's first token: the same again
+    action: jax.Array  # [row] int32, −1 at a trial's first token; or [row, act], zeros there
+    reward: jax.Array  # [row] of the last step
+    cost: jax.Array  # [row] of the last step
+    ctg: jax.Array  # [row] δ − cost of this episode so far; negative once the budget is broken
+    start: jax.Array  # [row] bool: first step of an episode
+    time: jax.Array  # [row] int32, steps taken in this episode
+    episode: jax.Array  # [row] int32, episodes finished in this trial
+
+    @property
+    def first(self) -> jax.Array:
+        """[row] bool: first step of a trial, where an agent forgets everything."""
+        return self.start & (self.episode == 0)
+
+
+class Agent(Protocol):
+    """Anything that acts in trials: a frozen policy, the policy in training, a planner. A pytree."""
+
+    def init(self, tasks: PyTree, steps: int) -> PyTree:
+        """Memory for the rows of `tasks` ([row, queue]). Only reference agents look at the tasks."""
+        ...
+
+    def extend(self, memory: PyTree, steps: int) -> PyTree:
+        """Make room for `steps` steps in all; called before each segment of the scan."""
+        ...
+
+    def act(self, memory: PyTree, token: Token, key: Key) -> tuple[PyTree, jax.Array, PyTree]:
+        """New memory, actions [row] and whatever the learner wants recorded (log-probabilities, ...)."""
+        ...
+
+
+@record
+class Trials:
+    """What happened; every array is [row, time, ...]."""
+
+    token: Token  # what the agent saw
+    action: jax.Array
+    reward: jax.Array
+    cost: jax.Array
+    final_observation: jax.Array  # what the step led to, before any reset
+    terminated: jax.Array
+    truncated: jax.Array
+    trial: jax.Array  # int32, place in the row's queue
+    valid: jax.Array  # bool: false once the row's queue is empty
+    extras: PyTree  # whatever the agent recorded
+
+    @property
+    def done(self) -> jax.Array:
+        """An episode ended with this step."""
+        return self.terminated | self.truncated
+
+    @property
+    def budget(self) -> jax.Array:
+        """The trial's budget δ, [row, time]. At an episode's start CTG is δ; carry it to the episode's end."""
+        return self.token.ctg + self.episode_cost - self.cost
+
+    @property
+    def episode_cost(self) -> jax.Array:
+        """Cost of the episode so far, this step included."""
+        return _running_sum(self.cost, self.token.start)
+
+
+def _running_sum(values: jax.Array, start: jax.Array) -> jax.Array:
+    """Sum along time since the last `start`."""
+
+    def combine(left: tuple, right: tuple) -> tuple:
+        (a, a_start), (b, b_start) = left, right
+        return jnp.where(b_start, b, a + b), a_start | b_start
+
+    return jax.lax.associative_scan(combine, (values, start), axis=-1)[0]
+
+
+@record
+class _Row:
+    """Scan carry of one row."""
+
+    state: PyTree
+    token: Token
+    budget: jax.Array
+    trial: jax.Array
+    over: jax.Array
+
+
+def sample_queue(
+    env: Env, split: Split, budgets: tuple[float, float], shape: tuple[int, ...], key: Key
+) -> tuple:
+    """Tasks of `split` and budgets uniform in a range, both of leading `shape`."""
+    task_key, budget_key = jax.random.split(key)
+    keys = jax.random.split(task_key, shape)
+    sample = lambda k: env.sample_task(k, split)  # noqa: E731
+    for _ in shape:
+        sample = jax.vmap(sample)
+    return sample(keys), jax.random.uniform(budget_key, shape, minval=budgets[0], maxval=budgets[1])
+
+
+def usable_budget(budget: jax.Array, spec: EnvSpec) -> jax.Array:
+    """The budget rounded down to a whole number of cost units: the same constraint, fewer values to learn."""
+    return jnp.floor(budget / spec.cost_unit + 1e-4) * spec.cost_unit if spec.cost_unit else budget
+
+
+def first_token(spec: EnvSpec, observation: jax.Array, budget: jax.Array) -> Token:
+    """The first token of a trial, one row."""
+    no_action = jnp.int32(-1) if isinstance(spec.action, Discrete) else jnp.zeros(spec.action.size)
+    zero = jnp.float32(0)
+    return Token(
+        observation=observation,
+        previous=observation,
+        action=no_action,
+        reward=zero,
+        cost=zero,
+        ctg=budget,
+        start=jnp.array(True),
+        time=jnp.int32(0),
+        episode=jnp.int32(0),
+    )
+
+
+def next_token(
+    token: Token, observation: jax.Array, action: jax.Array, reward: jax.Array, cost: jax.Array,
+    done: jax.Array, budget: jax.Array,
+) -> Token:  # fmt: skip
+    """The token after a step; `observation` is the new episode's first one when `done`. Any batch shape."""
+    return Token(
+        observation=observation,
+        previous=token.observation,
+        action=action,
+        reward=reward,
+        cost=cost,
+        ctg=jnp.where(done, budget, token.ctg - cost),
+        start=done,
+        time=jnp.where(done, 0, token.time + 1),
+        episode=token.episode + done,
+    )
+
+
+@eqx.filter_jit
+def run_trials(
+    env: Env,
+    agent: Agent,
+    tasks: PyTree,
+    budgets: jax.Array,
+    key: Key,
+    *,
+    episodes: int,
+    steps: int,
+    segments: int = 1,
+) -> Trials:
+    """Play each row's queue of trials, `episodes` episodes each, for `steps` steps.
+
+    `tasks` and `budgets` are [row, queue]. `segments` cuts the scan so that the agent's memory can grow between
+    them (a KV cache read only as far as it is filled); the result is the same for any number.
+    """
+    budgets = usable_budget(jnp.asarray(budgets, jnp.float32), env.spec)
+    rows, queue = budgets.shape
+    reset_key, scan_key = jax.random.split(key)
+    carry = jax.vmap(_enter, (None, 0, 0, 0))(env, tasks, budgets, jax.random.split(reset_key, rows))
+    memory = agent.init(tasks, steps)
+
+    def step(carry: tuple, key: Key) -> tuple:
+        row, memory = carry
+        act_key, env_key = jax.random.split(key)
+        memory, action, extras = agent.act(memory, row.token, act_key)
+        advance = lambda r, a, t, b, k: _advance(env, r, a, t, b, k, episodes, queue)  # noqa: E731
+        row, played = jax.vmap(advance)(row, action, tasks, budgets, jax.random.split(env_key, rows))
+        return (row, memory), replace(played, extras=extras)
+
+    parts = []
+    keys = jax.random.split(scan_key, steps)
+    bounds = np.linspace(0, steps, segments + 1).astype(int)
+    for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+        memory = agent.extend(memory, int(end))
+        (carry, memory), part = jax.lax.scan(step, (carry, memory), keys[begin:end])
+        parts.append(part)
+    trials = jax.tree.map(lambda *x: jnp.concatenate(x), *parts) if segments > 1 else parts[0]
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), trials)
+
+
+def _enter(env: Env, tasks: PyTree, budgets: jax.Array, key: Key) -> _Row:
+    state, observation = env.reset(key, jax.tree.map(lambda x: x[0], tasks))
+    token = first_token(env.spec, observation, budgets[0])
+    return _Row(state=state, token=token, budget=budgets[0], trial=jnp.int32(0), over=jnp.array(False))
+
+
+def _advance(
+    env: Env,
+    row: _Row,
+    action: jax.Array,
+    tasks: PyTree,
+    budgets: jax.Array,
+    key: Key,
+    episodes: int,
+    queue: int,
+) -> tuple[_Row, Trials]:
+    """One step of one row: step the environment, then move on to the next episode or the next trial."""
+    step_key, reset_key = jax.random.split(key)
+    task = jax.tree.map(lambda x: x[row.trial], tasks)
+    state, step = env.step(step_key, row.state, action, task)
+    done = step.terminated | step.truncated
+    played = Trials(
+        token=row.token, action=action, reward=step.reward, cost=step.cost, final_observation=step.observation,
+        terminated=step.terminated, truncated=step.truncated, trial=row.trial, valid=~row.over, extras=None,
+    )  # fmt: skip
+
+    trial_done = done & (row.token.episode + 1 >= episodes)
+    trial = jnp.minimum(row.trial + trial_done, queue - 1)
+    over = row.over | (trial_done & (row.trial + 1 >= queue))
+    budget = budgets[trial]
+    fresh_state, fresh_observation = env.reset(reset_key, jax.tree.map(lambda x: x[trial], tasks))
+    pick = lambda yes, a, b: jax.tree.map(lambda x, y: jnp.where(yes, x, y), a, b)  # noqa: E731
+    state = pick(done, fresh_state, state)
+    observation = jnp.where(done, fresh_observation, step.observation)
+    token = next_token(row.token, observation, action, step.reward, step.cost, done, budget)
+    token = pick(trial_done, first_token(env.spec, fresh_observation, budget), token)
+    return _Row(state=state, token=token, budget=budget, trial=trial, over=over), played
+
+
+@record
+class Episodes:
+    """Sums per episode, [row, episode], of each row's first trial."""
+
+    returns: jax.Array
+    costs: jax.Array
+    lengths: jax.Array
+    played: jax.Array  # bool: the episode was finished
+
+
+def episode_sums(trials: Trials, episodes: int) -> Episodes:
+    """Undiscounted return, cost and length of every episode of each row's first trial."""
+    here = trials.valid & (trials.trial == 0)
+    index = jnp.where(here, trials.token.episode, episodes)
+
+    def total(values: jax.Array) -> jax.Array:
+        add = lambda v, i: jnp.zeros(episodes + 1).at[i].add(v)[:-1]  # noqa: E731
+        return jax.vmap(add)(jnp.where(here, values, 0).astype(jnp.float32), index)
+
+    return Episodes(
+        returns=total(trials.reward),
+        costs=total(trials.cost),
+        lengths=total(jnp.ones_like(trials.reward)),
+        played=total(trials.done) > 0,
+    )
+
+
+def check_trials(env: Env, budgets: Any, episodes: int) -> None:
+    """Refuse a trial that cannot be run, before anything is compiled."""
+    check_budget(budgets)
+    if episodes < 1:
+        raise UserError(f"episodes must be an integer ≥ 1, got {episodes}")
+
+
+class RandomAgent(eqx.Module):
+    """Uniform random actions: the lowest reference line."""
+
+    action: Discrete | Box = eqx.field(static=True)
+
+    def init(self, tasks: PyTree, steps: int) -> PyTree:
+        """No memory."""
+        return None
+
+    def extend(self, memory: PyTree, steps: int) -> PyTree:
+        """No memory."""
+        return memory
+
+    def act(self, memory: PyTree, token: Token, key: Key) -> tuple[PyTree, jax.Array, PyTree]:
+        """A uniform action for each row."""
+        rows = token.reward.shape
+        if isinstance(self.action, Discrete):
+            return memory, jax.random.randint(key, rows, 0, self.action.n), None
+        shape = (*rows, self.action.size)
+        return memory, jax.random.uniform(key, shape, minval=self.action.low, maxval=self.action.high), None
