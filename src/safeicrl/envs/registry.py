@@ -20,13 +20,18 @@ def register(name: str, make: Callable[..., Env]) -> None:
     ENVS[name] = make
 
 
-def make_env(name: str, **parameters: Any) -> Env:
-    """Build a registered environment."""
+def parameters_of(name: str) -> set[str] | None:
+    """Names of the parameters an environment takes; None when its maker does not say."""
     if name not in ENVS:
         raise unknown_name("environment", name, ENVS)
     make = ENVS[name]
-    known = {field.name for field in dataclasses.fields(make)} if dataclasses.is_dataclass(make) else None
+    return {field.name for field in dataclasses.fields(make)} if dataclasses.is_dataclass(make) else None
+
+
+def make_env(name: str, **parameters: Any) -> Env:
+    """Build a registered environment."""
+    known = parameters_of(name)
     for parameter in parameters:
         if known is not None and parameter not in known:
             raise unknown_name(f"parameter of {name}", parameter, known)
-    return make(**parameters)
+    return ENVS[name](**parameters)

@@ -1,0 +1,216 @@
+"""The Gymnasium face of every environment, for third-party learners and for stepping by hand.
+
+    env = gymnasium.make("safeicrl/SafeDarkRoom-v0", size=9, obstacles=25, split="test", render_mode="ansi")
+    observation, info = env.reset(seed=0)
+    observation, reward, terminated, truncated, info = env.step(1)     # info["cost"]
+
+The task stays the same across episodes, as in-context learning needs. A new one is drawn at the first reset, at
+`reset(seed=...)` (so a seed fixes task and episode alike) and at `reset(options={"new_task": True})`; a plain
+`reset()` never changes it. `reset(options={"task": ...})` lays one out by hand, and it stays until one of the
+other three happens. The face can show what an agent must not see: `env.unwrapped.task`, `render()`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gymnasium import spaces
+
+from safeicrl.envs import draw
+from safeicrl.envs.api import Box, Discrete, Env, Grid, PyTree, check_split
+from safeicrl.envs.dark_room import Room, RoomState, SafeDarkRoom
+from safeicrl.envs.registry import make_env, parameters_of
+from safeicrl.errors import UserError, unknown_name
+
+
+class Face:
+    """What differs between worlds. These defaults fit any environment; subclass and enter it in `FACES`."""
+
+    render_modes: tuple[str, ...] = ()
+    render_fps: int = 8
+    options: tuple[str, ...] = ()  # names that `begin` understands in reset(options=...)
+    dtype: type = np.float32  # of real-valued observations and actions
+
+    def make_task(self, env: Any, layout: Mapping[str, Any]) -> PyTree:
+        """The task a user described in `reset(options={"task": layout})`."""
+        raise UserError(f"{type(env).__name__} has no tasks laid out by hand; use reset(seed=...)")
+
+    def begin(self, env: Any, state: PyTree, observation: Any, options: Mapping[str, Any]) -> tuple:
+        """State and observation an episode starts from, given the other reset options."""
+        return state, observation
+
+    def info(self, env: Any, state: PyTree) -> dict[str, Any]:
+        """What `info` holds besides the cost."""
+        return {}
+
+    def render(self, env: Any, task: PyTree, state: PyTree, path: Sequence[np.ndarray], mode: str) -> Any:
+        """A frame; `path` are the observations of this episode so far."""
+        raise NotImplementedError
+
+
+class DarkRoomFace(Face):
+    """Tasks are a goal cell and obstacle cells; frames show them with the cells visited and the agent."""
+
+    render_modes = ("rgb_array", "ansi")
+
+    def make_task(self, env: SafeDarkRoom, layout: Mapping[str, Any]) -> Room:
+        """`{"goal": (row, column), "obstacles": [(row, column), ...]}`, or a `Room`."""
+        if isinstance(layout, Room):
+            return layout
+        if not isinstance(layout, Mapping):
+            raise UserError(f"task must be a dict of 'goal' and 'obstacles', got {layout!r}")
+        for name in layout:
+            if name not in ("goal", "obstacles"):
+                raise unknown_name("entry of a task", name, ("goal", "obstacles"))
+        if "goal" not in layout:
+            raise UserError("task must name its 'goal' cell, as in {'goal': (0, 8), 'obstacles': [(3, 4)]}")
+        return env.make_task(layout["goal"], list(layout.get("obstacles", ())))
+
+    def render(
+        self, env: SafeDarkRoom, task: Room, state: RoomState, path: Sequence[np.ndarray], mode: str
+    ) -> Any:
+        """The room from above."""
+        goal = divmod(int(task.goal), env.size)
+        obstacles = [divmod(int(cell), env.size) for cell in np.flatnonzero(task.obstacles)]
+        cells = [(int(row), int(column)) for row, column in path]
+        paint = draw.room_image if mode == "rgb_array" else draw.room_text
+        return paint(env.size, goal, obstacles, cells)
+
+
+FACES: dict[type, Face] = {SafeDarkRoom: DarkRoomFace()}
+
+
+class GymEnv(gymnasium.Env):
+    """Any safeicrl environment, by name or as an object, behind Gymnasium's interface."""
+
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array", "ansi"], "render_fps": 8}  # noqa: RUF012
+
+    def __init__(
+        self, env: str | Env, *, split: str = "train", render_mode: str | None = None, **parameters: Any
+    ) -> None:
+        if isinstance(env, str):
+            known = parameters_of(env)
+            for name in parameters if known is not None else ():
+                if name not in (known or ()):
+                    raise unknown_name(f"parameter of {env}", name, {*known, "split", "render_mode"})  # type: ignore[misc]
+            env = make_env(env, **parameters)
+        elif parameters:
+            raise UserError(f"{next(iter(parameters))!r} is a parameter for an environment given by name")
+        self.env, self.split = env, check_split(split)
+        self.face = FACES.get(type(env), Face())
+        self.metadata = {"render_modes": list(self.face.render_modes), "render_fps": self.face.render_fps}
+        if render_mode is not None and render_mode not in self.face.render_modes:
+            raise unknown_name("render mode", render_mode, self.face.render_modes)
+        self.render_mode = render_mode
+        self.observation_space = _space(env.spec.observation, self.face.dtype)
+        self.action_space = _space(env.spec.action, self.face.dtype)
+        self.task: PyTree = None
+        self._compiled = _compile(env)  # type: ignore[arg-type]  # a frozen dataclass hashes
+        self._path: list[np.ndarray] = []  # observations of this episode
+        self._over = True
+
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple:
+        """Start an episode; the module's docstring says when it also starts a new task."""
+        super().reset(seed=seed)
+        options = dict(options or {})
+        layout, new_task = options.pop("task", None), options.pop("new_task", False)
+        for name in options:
+            if name not in self.face.options:
+                raise unknown_name("reset option", name, ("task", "new_task", *self.face.options))
+        task_key, self._key = self._compiled.keys(self.np_random.integers(2**32, dtype=np.uint32))
+        if layout is not None:
+            self.task = jax.device_put(self.face.make_task(self.env, layout), _cpu())
+        elif self.task is None or seed is not None or new_task:
+            self.task = self._compiled.sample(task_key, self.split)
+        state, observation = self._compiled.reset(self._key, self.task)
+        self._state, observation = self.face.begin(self.env, state, observation, options)
+        self._over = False
+        observation = self._to_gym(observation)
+        self._path = [observation.copy()]
+        return observation, {"cost": 0.0, **self.face.info(self.env, self._state)}
+
+    def step(self, action: Any) -> tuple:
+        """One step: observation, reward, terminated, truncated, info with the step's cost."""
+        if self._over:
+            raise UserError("the episode is over; call reset() before step()")
+        action = self._check_action(action)
+        now = np.uint32(len(self._path))
+        self._state, seen, outcome = self._compiled.step(self._key, now, self._state, action, self.task)
+        reward, cost, terminated, truncated = np.asarray(outcome).tolist()
+        self._over = bool(terminated or truncated)
+        observation = self._to_gym(seen)
+        self._path.append(observation.copy())
+        info = {"cost": cost, **self.face.info(self.env, self._state)}
+        return observation, reward, bool(terminated), bool(truncated), info
+
+    def render(self) -> Any:
+        """A frame in the render mode chosen at construction; None without one."""
+        if self.render_mode is None:
+            return None
+        if not self._path:
+            raise UserError("nothing to render yet; call reset() first")
+        return self.face.render(self.env, self.task, self._state, self._path, self.render_mode)
+
+    def _to_gym(self, observation: Any) -> np.ndarray:
+        return np.array(observation, self.observation_space.dtype)  # a copy: callers keep what they are given
+
+    def _check_action(self, action: Any) -> np.ndarray:
+        space = self.env.spec.action
+        value = np.asarray(action)
+        if isinstance(space, Discrete):
+            if value.shape != () or value.dtype.kind not in "iu" or not 0 <= value < space.n:
+                raise UserError(f"action must be an integer from 0 to {space.n - 1}, got {action!r}")
+            return value.astype(np.int32)
+        if value.shape != (space.size,) or value.dtype.kind not in "iuf":
+            raise UserError(f"action must be {space.size} real numbers, got {action!r}")
+        if not np.all((value >= space.low) & (value <= space.high)):  # false for NaN as well
+            raise UserError(
+                f"every component of an action must lie in [{space.low}, {space.high}], got {action!r}"
+            )
+        return value.astype(self.face.dtype)
+
+
+class _Compiled(NamedTuple):
+    keys: Callable
+    sample: Callable
+    reset: Callable
+    step: Callable
+
+
+@lru_cache(maxsize=64)
+def _compile(env: Env) -> _Compiled:
+    """The jitted functions of one environment, shared by all its faces so that each is traced once.
+
+    They run on the CPU whatever else is there, because the key they start from is committed to it: one step is
+    far too little work to send to an accelerator. What is left is the cost of crossing into Python, so a step
+    returns its four numbers as one array, and folds the time into one key instead of carrying it along.
+    """
+
+    def step(key: jax.Array, time: jax.Array, state: PyTree, action: jax.Array, task: PyTree) -> tuple:
+        state, step = env.step(jax.random.fold_in(key, time), state, action, task)
+        numbers = (step.reward, step.cost, step.terminated, step.truncated)
+        return state, step.observation, jnp.stack([jnp.asarray(x, jnp.result_type(float)) for x in numbers])
+
+    split_seed = jax.jit(lambda seed: jax.random.split(jax.random.key(seed)))
+    return _Compiled(
+        keys=lambda seed: split_seed(jax.device_put(seed, _cpu())),
+        sample=jax.jit(env.sample_task, static_argnums=1),
+        reset=jax.jit(lambda key, task: env.reset(jax.random.fold_in(key, 0), task)),
+        step=jax.jit(step),
+    )
+
+
+def _cpu() -> jax.Device:
+    return jax.local_devices(backend="cpu")[0]
+
+
+def _space(space: Grid | Box | Discrete, dtype: type) -> spaces.Space:
+    if isinstance(space, Discrete):
+        return spaces.Discrete(space.n)
+    if isinstance(space, Grid):
+        return spaces.MultiDiscrete(np.array(space.sizes))
+    return spaces.Box(space.low, space.high, (space.size,), dtype)
