@@ -1,0 +1,85 @@
+"""Writing files so that a crash, a kill or a full disk never costs what was there before."""
+
+import errno
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from safeicrl.errors import UserError
+
+
+def atomic_write(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """Replace `path` by the joined `chunks`, or leave it untouched.
+
+    A temporary file in the same folder, flushed to the disk, then one rename: a reader (or the next start
+    after a kill) sees either the old file whole or the new one whole.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(_why(path, error)) from None
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _why(path: Path, error: OSError) -> str:
+    kept = "; the previous one is still there" if path.exists() else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"cannot write {path}: the disk is full{kept}"
+    return f"cannot write {path}: {error.strerror or error}{kept}"
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename itself survive a power cut, where the system lets a folder be opened."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def plain(value: Any) -> Any:
+    """The value in JSON's own types; a number that is not finite becomes null."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Path):
+        return str(value)
+    return value
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON, atomically."""
+    atomic_write(path, [(json.dumps(plain(value), indent=2, ensure_ascii=False) + "\n").encode()])
+
+
+def read_json(path: Path, what: str) -> Any:
+    """The JSON in `path`; `what` names the file's purpose in the error."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"no {what} at {path}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is no {what}: {str(error).splitlines()[0]}") from None

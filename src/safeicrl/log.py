@@ -1,0 +1,155 @@
+"""Where training numbers go: metrics.jsonl always, TensorBoard and Weights & Biases on request, the terminal."""
+
+import importlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from safeicrl.errors import UserError
+from safeicrl.files import atomic_write, plain
+
+REPORT_SECONDS = 10.0  # between progress lines where there is no terminal to draw a bar on
+
+
+class Sink(Protocol):
+    """Takes one flat record of numbers at a time."""
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Record `values` at env step `step`."""
+        ...
+
+    def close(self) -> None:
+        """Flush and let go."""
+        ...
+
+
+class JsonLines:
+    """One JSON object a line, on the disk before the next iteration starts."""
+
+    def __init__(self, path: Path, *, keep_until: int = 0) -> None:
+        # A resumed run repeats what came after its checkpoint: drop those lines, so that the log of an
+        # interrupted run reads like that of an uninterrupted one.
+        kept = [line for line in read_metrics(path) if line["iteration"] <= keep_until]
+        atomic_write(path, [(json.dumps(line) + "\n").encode() for line in kept])
+        self.path = path
+        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (lives as long as the run)
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Append one line."""
+        try:
+            self.file.write(json.dumps(plain(values)) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {os.strerror(error.errno or 0)}") from None
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+
+class TensorBoard:
+    """Scalars for TensorBoard, through tensorboardX."""
+
+    def __init__(self, folder: Path) -> None:
+        module = _optional("tensorboardX", "tensorboard")
+        self.writer = module.SummaryWriter(str(folder))
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Add each number under its name."""
+        for name, value in _scalars(values).items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush to the disk."""
+        self.writer.close()
+
+
+class WandB:
+    """A Weights & Biases run."""
+
+    def __init__(self, project: str, folder: Path, config: dict[str, Any]) -> None:
+        module = _optional("wandb", "wandb")
+        self.run = module.init(project=project, name=folder.name, dir=str(folder), config=config)
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Log one step."""
+        self.run.log(_scalars(values), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self.run.finish()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; a last line cut short by a kill is left out."""
+    lines = []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError):
+        raise UserError(f"{path} is no metrics file") from None
+    for line in text.splitlines():
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    if not all(isinstance(line, dict) and "iteration" in line for line in lines):
+        raise UserError(f"{path} is no metrics file")
+    return lines
+
+
+def _optional(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise UserError(f"{module} is not installed: pip install 'safeicrl[{extra}]'") from None
+
+
+def _scalars(values: dict[str, Any]) -> dict[str, float]:
+    """The numbers among `values`, vectors component by component."""
+    flat: dict[str, float] = {}
+    for name, value in values.items():
+        if value is None:
+            continue
+        array = np.asarray(value, dtype=float)
+        named = [(name, array)] if array.ndim == 0 else [(f"{name}/{i}", x) for i, x in enumerate(array.ravel())]
+        flat |= {key: float(x) for key, x in named if np.isfinite(x)}
+    return flat
+
+
+class Terminal:
+    """A progress bar on a terminal, a line every few seconds elsewhere (a log file, a batch job)."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self.last = -np.inf
+        self.bar = Progress(
+            BarColumn(bar_width=24), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(),
+            TextColumn("{task.description}"), console=self.console, disable=not self.console.is_terminal,
+        )  # fmt: skip
+        self.task = self.bar.add_task("", total=1.0)
+
+    def say(self, text: str, style: str | None = None) -> None:
+        """Print a line that stays."""
+        self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+    def progress(self, done: float, text: str) -> None:
+        """Show how far the run is; `text` is the line beside the bar."""
+        self.bar.update(self.task, completed=done, description=text)
+        if not self.console.is_terminal and time.monotonic() - self.last >= REPORT_SECONDS:
+            self.last = time.monotonic()
+            self.say(f"{done:4.0%} {text}")
+
+    def __enter__(self) -> "Terminal":
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()

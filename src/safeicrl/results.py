@@ -1,0 +1,150 @@
+"""Results of an evaluation, in memory and on disk (npz + JSON), and the numbers drawn from them. No jax."""
+
+import dataclasses
+import io
+import itertools
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from safeicrl.errors import UserError
+from safeicrl.files import atomic_write, plain, read_json, write_json
+
+ARRAYS = ("returns", "costs", "lengths", "budgets")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """One agent on many tasks, one trial each: row i is task i under budget i."""
+
+    returns: np.ndarray  # [task, episode] undiscounted
+    costs: np.ndarray  # [task, episode]
+    lengths: np.ndarray  # [task, episode] steps
+    budgets: np.ndarray  # [task] δ
+    meta: dict[str, Any]  # label, env, agent, action selection, seed, version, device, wall time, command
+
+    @property
+    def label(self) -> str:
+        """The agent's name in tables and figures."""
+        return str(self.meta.get("label", "agent"))
+
+    @property
+    def over(self) -> np.ndarray:
+        """[task, episode] bool: the episode cost more than its budget."""
+        # the slack is for real-valued costs summed in float32
+        return self.costs > self.budgets[:, None] * (1 + 1e-6) + 1e-6
+
+    @property
+    def budget_range(self) -> tuple[float, float]:
+        """The range the budgets were drawn from."""
+        low, high = self.meta.get("budget_range") or (self.budgets.min(), self.budgets.max())
+        return float(low), float(high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The numbers one reads first."""
+
+    total_return: float  # summed over the trial's episodes, mean over tasks
+    total_return_error: float  # standard error over tasks
+    last_return: float  # mean return of the last ten episodes
+    over_budget: float  # share of all episodes
+    over_budget_last: float  # share of the last ten episodes
+    cost: float  # mean episode cost
+    by_budget: dict[str, float]  # bin → total return; nan for an empty bin
+    over_by_budget: dict[str, float]  # bin → share of episodes over budget
+    episodes: int
+    tasks: int
+
+
+def summarise(results: Results, last: int = 10) -> Summary:
+    """Total return, return of the `last` episodes, shares over budget, and both by budget bin."""
+    totals = results.returns.sum(axis=1)
+    tasks, episodes = results.returns.shape
+    by_budget, over_by_budget = {}, {}
+    for name, rows in budget_bins(results).items():
+        by_budget[name] = float(totals[rows].mean()) if rows.any() else float("nan")
+        over_by_budget[name] = float(results.over[rows].mean()) if rows.any() else float("nan")
+    return Summary(
+        total_return=float(totals.mean()),
+        total_return_error=float(standard_error(totals)),
+        last_return=float(results.returns[:, -last:].mean()),
+        over_budget=float(results.over.mean()),
+        over_budget_last=float(results.over[:, -last:].mean()),
+        cost=float(results.costs.mean()),
+        by_budget=by_budget,
+        over_by_budget=over_by_budget,
+        episodes=episodes,
+        tasks=tasks,
+    )
+
+
+def budget_edges(low: float, high: float) -> np.ndarray:
+    """Edges of five budget bins; the first is half as wide, since little budget is the hardest case.
+
+    For the paper's range 1–10: 1, 2, 4, 6, 8, 10.
+    """
+    return low + (high - low) * np.array([0, 1, 3, 5, 7, 9]) / 9
+
+
+def budget_bins(results: Results) -> dict[str, np.ndarray]:
+    """Bin name → which tasks it holds, [task] bool. Lower edges belong to their bin, the last edge too."""
+    edges = budget_edges(*results.budget_range)
+    if edges[0] == edges[-1]:
+        return {f"{edges[0]:g}": np.ones(len(results.budgets), bool)}
+    index = np.clip(np.searchsorted(edges, results.budgets, side="right") - 1, 0, len(edges) - 2)
+    names = [f"{a:.3g}–{b:.3g}" for a, b in itertools.pairwise(edges)]
+    return {name: index == i for i, name in enumerate(names)}
+
+
+def standard_error(values: np.ndarray, axis: int = 0) -> np.ndarray:
+    """Standard error of the mean along `axis`; zero for a single value."""
+    count = values.shape[axis]
+    return values.std(axis=axis, ddof=1 if count > 1 else 0) / np.sqrt(count)
+
+
+def save_results(results: Results, path: str | Path) -> tuple[Path, Path]:
+    """Write `<path>.npz` and `<path>.json` (provenance and summary); returns both paths."""
+    stem = _stem(path)
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **{name: getattr(results, name) for name in ARRAYS})
+    arrays, card = Path(f"{stem}.npz"), Path(f"{stem}.json")
+    atomic_write(arrays, [buffer.getbuffer()])
+    write_json(card, {"meta": results.meta, "summary": dataclasses.asdict(summarise(results))})
+    return arrays, card
+
+
+def load_results(path: str | Path) -> Results:
+    """Read what `save_results` wrote; `path` with or without its extension."""
+    stem = _stem(path)
+    meta = read_json(Path(f"{stem}.json"), "results file")
+    try:
+        with np.load(f"{stem}.npz", allow_pickle=False) as file:
+            arrays = {name: file[name] for name in ARRAYS}
+        shape = arrays["returns"].shape
+        right = arrays["costs"].shape == arrays["lengths"].shape == shape == (len(arrays["budgets"]), shape[1])
+        if not right:
+            raise ValueError("its arrays do not fit together")
+        return Results(meta=meta["meta"], **arrays)
+    except FileNotFoundError:
+        raise UserError(f"no results file at {stem}.npz") from None
+    except (OSError, ValueError, KeyError, IndexError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{stem}.npz is no results file: {str(error).splitlines()[0]}") from None
+
+
+def results_equal(a: Results, b: Results) -> bool:
+    """The same numbers, whatever the provenance says about time and place."""
+    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ARRAYS)
+
+
+def relabel(results: Results, label: str) -> Results:
+    """The same results under another name."""
+    return dataclasses.replace(results, meta=plain({**results.meta, "label": label}))
+
+
+def _stem(path: str | Path) -> str:
+    text = str(path)
+    return text[: -len(Path(text).suffix)] if Path(text).suffix in (".npz", ".json") else text

@@ -1,0 +1,443 @@
+"""The host loop: one jitted chunk of iterations after another; log, evaluate, keep the best, save, resume.
+
+A run is a folder: config.json, metrics.jsonl, checkpoint.safetensors (the whole train state) and, per seed, the
+best policy so far (best-seed0.safetensors + .json). Killing the process at any moment loses at most what came
+after the last checkpoint; resumed from there it repeats, on a CPU bit for bit, what it would have done.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from safeicrl import checkpoint
+from safeicrl.algos.api import METRICS, Algorithm
+from safeicrl.algos.registry import algo_name
+from safeicrl.envs.api import PyTree
+from safeicrl.errors import UserError, check_integer, check_number
+from safeicrl.evaluate import describe_env, evaluate, surroundings, with_options
+from safeicrl.files import write_json
+from safeicrl.log import JsonLines, Sink, TensorBoard, Terminal, WandB
+from safeicrl.results import Results, Summary, summarise
+from safeicrl.signals import StopRequest
+
+FAILURES = 3  # non-finite iterations in a row after which a run gives up
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """The periodic evaluation of the frozen policy on unseen tasks, which also chooses the best one."""
+
+    every: int = 50  # iterations; 0: only at the end
+    tasks: int = 100
+    episodes: int | None = None  # K by default
+    seed: int = 1000  # apart from the default seed of `evaluate`: the best is not chosen on the final rooms
+    temperature: float | None = None  # the agent's own by default
+    rows: int = 256
+    segments: int = 4
+    tolerance: float = 0.03  # share of episodes over budget up to which the return decides what is best
+
+    def __post_init__(self) -> None:
+        check_integer("evaluation every", self.every, 0)
+        check_integer("evaluation tasks", self.tasks, 1)
+        check_number("evaluation tolerance", self.tolerance, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long to train, with how many seeds, and what to write on the way."""
+
+    iterations: int | None = None  # stop after so many updates ...
+    minutes: float | None = None  # ... or so much wall time, compilation included, whichever comes first
+    seed: int = 0
+    seeds: int = 1  # seeds seed, seed+1, ... train side by side in one vmapped program
+    chunk: int = 1  # iterations in one call of the jitted program
+    checkpoint_minutes: float = 2.0  # 0: after every chunk
+    evaluation: EvalConfig = field(default_factory=EvalConfig)
+    tensorboard: bool = False
+    wandb: str | None = None  # project
+
+    def __post_init__(self) -> None:
+        if self.iterations is None and self.minutes is None:
+            raise UserError("training needs a limit: iterations, minutes or both")
+        if self.iterations is not None:
+            check_integer("iterations", self.iterations, 1)
+        if self.minutes is not None:
+            check_number("minutes", self.minutes, 0.0, strict=True)
+        check_integer("seed", self.seed, 0)
+        check_integer("seeds", self.seeds, 1)
+        check_integer("chunk", self.chunk, 1)
+        check_number("checkpoint_minutes", self.checkpoint_minutes, 0.0)
+        for name, value in (("iterations", self.iterations), ("evaluation every", self.evaluation.every)):
+            if value is not None and value % self.chunk:
+                raise UserError(f"{name} ({value}) must be a multiple of chunk ({self.chunk})")
+
+
+@dataclass(kw_only=True)
+class Status:
+    """Where a run stands; saved with every checkpoint."""
+
+    iteration: int = 0
+    env_steps: int = 0  # of each seed
+    seconds: float = 0.0  # wall time, earlier sessions included
+    pace: float = 0.0  # seconds of the last chunk
+    failures: list[int] = field(default_factory=list)  # [seed] non-finite iterations in a row
+    best: list[dict[str, Any] | None] = field(default_factory=list)  # [seed] iteration, summary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What `train` returns."""
+
+    folder: Path
+    state: PyTree  # the final train state, stacked on axis 0 when there are several seeds
+    status: Status
+    results: list[Results]  # [seed] the last evaluation
+    policies: list[Path]  # [seed] the best policy
+
+    def agent(self, algorithm: Algorithm, seed: int = 0) -> Any:
+        """The final policy of one seed."""
+        return algorithm.agent(_select(self.state, seed, len(self.policies)))
+
+
+def train(
+    algorithm: Algorithm,
+    config: TrainConfig,
+    *,
+    out: str | Path,
+    resume: bool = False,
+    console: Console | None = None,
+) -> Trained:
+    """Train in the folder `out`; `resume` continues the run that is there."""
+    folder = Path(out)
+    with Terminal(console) as terminal, StopRequest() as stop:
+        template = eqx.filter_eval_shape(_init, algorithm, config.seed, config.seeds)
+        state, status = _begin(algorithm, config, folder, template, resume)
+        started = time.perf_counter() - status.seconds
+        step = _compile(algorithm, config, template, terminal)
+        sinks = _sinks(algorithm, config, folder, status)
+        saved, results, last_evaluated = time.perf_counter(), [], -1
+        try:
+            while not (stop.requested or _finished(config, status, started)):
+                begin = time.perf_counter()
+                state, values = step(state)
+                status.pace = time.perf_counter() - begin
+                status.seconds = time.perf_counter() - started
+                values = _account(values, status, config)
+                _log(values, status, config, sinks, terminal)
+                if config.evaluation.every and status.iteration % config.evaluation.every == 0:
+                    results = _evaluate(algorithm, config, folder, state, status, sinks, terminal)
+                    last_evaluated = status.iteration
+                broken = max(status.failures) >= FAILURES
+                if broken or time.perf_counter() - saved >= 60 * config.checkpoint_minutes:
+                    _save(folder, state, status, config)
+                    saved = time.perf_counter()
+                if broken:
+                    raise UserError(_give_up(status, folder))
+            status.seconds = time.perf_counter() - started
+            if last_evaluated != status.iteration and not stop.requested:
+                results = _evaluate(algorithm, config, folder, state, status, sinks, terminal)
+            _save(folder, state, status, config)
+        finally:
+            for sink in sinks:
+                sink.close()
+        reason = "stopped on request" if stop.requested else "done"
+        terminal.say(f"{reason} after {status.iteration} iterations, {status.seconds / 60:.1f} min: {folder}")
+    policies = [_policy_path(folder, seed) for seed in _seeds(config)]
+    return Trained(folder=folder, state=state, status=status, results=results, policies=policies)
+
+
+# -- state --------------------------------------------------------------------------------------------------
+
+
+def _seeds(config: TrainConfig) -> range:
+    return range(config.seed, config.seed + config.seeds)
+
+
+def _init(algorithm: Algorithm, seed: int, seeds: int) -> PyTree:
+    """The first train state; several are stacked on axis 0, each the same as when it trains alone."""
+    state = (
+        algorithm.init(jax.random.key(seed))
+        if seeds == 1
+        else eqx.filter_vmap(algorithm.init)(jax.vmap(jax.random.key)(jnp.arange(seed, seed + seeds)))
+    )
+
+    def strong(leaf: Any) -> Any:
+        """Without JAX's weak types, which a checkpoint does not keep: they would change the compiled program."""
+        floating = eqx.is_array(leaf) and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return jnp.asarray(leaf, leaf.dtype) if floating else leaf
+
+    return jax.tree.map(strong, state)
+
+
+def _select(state: PyTree, index: int, seeds: int) -> PyTree:
+    return state if seeds == 1 else jax.tree.map(lambda x: x[index] if eqx.is_array(x) else x, state)
+
+
+def _begin(
+    algorithm: Algorithm, config: TrainConfig, folder: Path, template: PyTree, resume: bool
+) -> tuple[PyTree, Status]:
+    path = folder / "checkpoint.safetensors"
+    if resume:
+        state, meta = checkpoint.load(path, template, kind="checkpoint")
+        return state, Status(**meta["status"])
+    if path.exists():
+        raise UserError(f"{folder} holds a run already: resume it or choose another folder")
+    write_json(folder / "config.json", _describe(algorithm, config))
+    status = Status(failures=[0] * config.seeds, best=[None] * config.seeds)
+    return eqx.filter_jit(_init)(algorithm, config.seed, config.seeds), status
+
+
+def _describe(algorithm: Algorithm, config: TrainConfig) -> dict[str, Any]:
+    """All that made the run: enough to build it again from the names in the registries."""
+    return {
+        "env": describe_env(algorithm.env),
+        "algo": {
+            "name": algo_name(algorithm.config) or type(algorithm.config).__name__,
+            "config": dataclasses.asdict(algorithm.config),
+        },
+        "train": dataclasses.asdict(config),
+        **surroundings(),
+    }
+
+
+def _save(folder: Path, state: PyTree, status: Status, config: TrainConfig) -> None:
+    meta = {"status": dataclasses.asdict(status), "train": dataclasses.asdict(config)}
+    checkpoint.save(folder / "checkpoint.safetensors", state, kind="checkpoint", meta=meta)
+
+
+# -- the jitted program -------------------------------------------------------------------------------------
+
+
+def _compile(
+    algorithm: Algorithm, config: TrainConfig, template: PyTree, terminal: Terminal
+) -> Callable[[PyTree], tuple[PyTree, dict[str, np.ndarray]]]:
+    """state → state, metrics [chunk, seed, ...]; donates the state's memory to its successor."""
+    is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)  # noqa: E731
+    shapes, static = eqx.partition(template, is_shape)
+    update = lambda state: _guarded(algorithm, state)  # noqa: E731
+    if config.seeds > 1:
+        update = eqx.filter_vmap(update)
+
+    def chunk(arrays: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
+        def body(arrays: PyTree, _: None) -> tuple[PyTree, dict[str, jax.Array]]:
+            state, metrics = update(eqx.combine(arrays, static))
+            return eqx.filter(state, eqx.is_array), metrics
+
+        return jax.lax.scan(body, arrays, length=config.chunk)
+
+    begin = time.perf_counter()
+    terminal.say(f"compiling for {jax.devices()[0].device_kind} ...")
+    compiled = jax.jit(chunk, donate_argnums=0).lower(shapes).compile()
+    terminal.say(f"compiled in {time.perf_counter() - begin:.1f} s")
+
+    def step(state: PyTree) -> tuple[PyTree, dict[str, np.ndarray]]:
+        arrays, metrics = compiled(eqx.filter(state, eqx.is_array))
+        host = {name: np.asarray(value) for name, value in jax.device_get(metrics).items()}
+        if config.seeds == 1:
+            host = {name: value[:, None] for name, value in host.items()}
+        return eqx.combine(arrays, static), host
+
+    return step
+
+
+def _guarded(algorithm: Algorithm, state: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
+    """One update, undone when anything in it is not finite: only the random key moves on.
+
+    Inside the jitted program, so the old state needs no copy on the host, and each of several seeds is
+    judged by itself.
+    """
+    new, metrics = algorithm.update(state)
+    missing = [name for name in METRICS if name not in metrics]
+    if missing:
+        raise TypeError(f"{type(algorithm).__name__}.update reports no {missing[0]!r}")
+    checked = [x for name, x in metrics.items() if name in METRICS or "loss" in name or "grad" in name]
+    floats = [x for x in jax.tree.leaves((new, checked)) if eqx.is_inexact_array(x)]
+    finite = jnp.stack([jnp.isfinite(x).all() for x in floats]).all()
+    kept = jax.tree.map(lambda n, o: jnp.where(finite, n, o) if eqx.is_array(n) else n, new, state)
+    kept = eqx.tree_at(lambda s: s.key, kept, new.key)
+    return kept, {**metrics, "rolled_back": ~finite}
+
+
+# -- between chunks -----------------------------------------------------------------------------------------
+
+
+def _finished(config: TrainConfig, status: Status, started: float) -> bool:
+    """A limit is reached, or the next chunk would overrun the time."""
+    if config.iterations is not None and status.iteration >= config.iterations:
+        return True
+    elapsed = time.perf_counter() - started
+    return config.minutes is not None and elapsed + status.pace > 60 * config.minutes
+
+
+def _account(values: dict[str, np.ndarray], status: Status, config: TrainConfig) -> dict[str, np.ndarray]:
+    """Move `status` on by one chunk; returns the chunk's metrics as [seed, ...], its failures left out."""
+    failed = values["rolled_back"].astype(bool)  # [chunk, seed]
+    for now in failed:
+        status.failures = [count + 1 if bad else 0 for count, bad in zip(status.failures, now, strict=True)]
+    steps = np.where(np.isfinite(values["env_steps"]), values["env_steps"], 0.0)
+    status.iteration += config.chunk
+    status.env_steps += int(steps.mean(axis=1).sum())
+
+    def mean(value: np.ndarray) -> np.ndarray:
+        kept = ~failed.reshape(failed.shape + (1,) * (value.ndim - 2))
+        count = np.broadcast_to(kept, value.shape).sum(axis=0)
+        total = np.where(kept, value, 0.0).sum(axis=0)
+        return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+    means = {name: mean(value) for name, value in values.items() if name not in ("rolled_back", "env_steps")}
+    return {**means, "rolled_back": failed.sum(axis=0), "steps_per_second": steps.sum(axis=0) / status.pace}
+
+
+def _log(
+    values: dict[str, np.ndarray], status: Status, config: TrainConfig, sinks: list[Sink], terminal: Terminal
+) -> None:
+    """One line for the log: means over seeds, and each seed's own value where there are several."""
+    line: dict[str, Any] = {
+        "iteration": status.iteration, "env_steps": status.env_steps, "seconds": round(status.seconds, 3),
+    }  # fmt: skip
+    means = {name: value.mean(axis=0) for name, value in values.items()}
+    means["steps_per_second"] = values["steps_per_second"].sum()
+    line |= means
+    if config.seeds > 1:
+        line |= {f"{name}/seeds": value for name, value in values.items()}
+    for sink in sinks:
+        sink.write(status.env_steps, line)
+    if values["rolled_back"].any():
+        which = ", ".join(str(seed) for seed, bad in zip(_seeds(config), values["rolled_back"], strict=True) if bad)
+        terminal.say(f"iteration {status.iteration}: not finite, rolled back (seed {which})", style="yellow")
+    terminal.progress(*_progress(means, status, config))
+
+
+def _progress(means: dict[str, np.ndarray], status: Status, config: TrainConfig) -> tuple[float, str]:
+    """Share of the run done, and the line beside the bar."""
+    shares, lefts = [], []
+    if config.iterations is not None:
+        shares.append(status.iteration / config.iterations)
+        lefts.append((config.iterations - status.iteration) / config.chunk * status.pace)
+    if config.minutes is not None:
+        shares.append(status.seconds / (60 * config.minutes))
+        lefts.append(60 * config.minutes - status.seconds)
+    done, left = min(max(shares), 1.0), max(min(lefts), 0.0)
+    return done, (
+        f"it {status.iteration}  {_short(status.env_steps)} steps  {_short(float(means['steps_per_second']))}/s  "
+        f"ETA {int(left // 60)}:{int(left % 60):02d}  return {means['return']:.3f}  "
+        f"cost {means['cost']:.2f}/{means['budget']:.2f}  over {means['over_budget']:.1%}  λ {means['lambda']:.3g}"
+    )
+
+
+def _short(number: float) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def _give_up(status: Status, folder: Path) -> str:
+    return (
+        f"{FAILURES} iterations in a row were not finite (the last is {status.iteration}); each was rolled back "
+        f"and {folder / 'checkpoint.safetensors'} is sound: try a smaller learning rate"
+    )
+
+
+def _sinks(algorithm: Algorithm, config: TrainConfig, folder: Path, status: Status) -> list[Sink]:
+    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", keep_until=status.iteration)]
+    if config.tensorboard:
+        sinks.append(TensorBoard(folder / "tensorboard"))
+    if config.wandb is not None:
+        sinks.append(WandB(config.wandb, folder, _describe(algorithm, config)))
+    return sinks
+
+
+# -- evaluation ---------------------------------------------------------------------------------------------
+
+
+def _evaluate(
+    algorithm: Algorithm,
+    config: TrainConfig,
+    folder: Path,
+    state: PyTree,
+    status: Status,
+    sinks: list[Sink],
+    terminal: Terminal,
+) -> list[Results]:
+    """Evaluate every seed's frozen policy on unseen tasks, log it, and keep each seed's best."""
+    results, options = [], config.evaluation
+    for index, seed in enumerate(_seeds(config)):
+        own = algorithm.agent(_select(state, index, config.seeds))
+        agent, how = with_options(algorithm.env, own, temperature=options.temperature)
+        found = evaluate(
+            algorithm.env, agent, tasks=options.tasks, episodes=options.episodes, seed=options.seed,
+            rows=options.rows, segments=options.segments, label=f"seed {seed}", meta=how,
+        )  # fmt: skip
+        results.append(found)
+        summary, best = summarise(found), status.best[index]
+        if best is None or rank(summary, options.tolerance) > rank(Summary(**best["summary"]), options.tolerance):
+            status.best[index] = {"iteration": status.iteration, "summary": dataclasses.asdict(summary)}
+            card = _card(algorithm, config, status, found, seed)
+            checkpoint.save_policy(_policy_path(folder, seed), own, card)
+    _log_evaluation([summarise(found) for found in results], status, sinks, terminal)
+    return results
+
+
+def rank(summary: Summary, tolerance: float) -> tuple[bool, float]:
+    """What "best" means, the greater the better.
+
+    Total return among policies whose share of episodes over budget is within the tolerance; while none is, the
+    smaller share wins.
+    """
+    safe = summary.over_budget <= tolerance
+    return safe, summary.total_return if safe else -summary.over_budget
+
+
+def _log_evaluation(summaries: list[Summary], status: Status, sinks: list[Sink], terminal: Terminal) -> None:
+    names = ("total_return", "last_return", "over_budget", "over_budget_last", "cost")
+    each = {name: np.array([getattr(summary, name) for summary in summaries]) for name in names}
+    line: dict[str, Any] = {
+        "iteration": status.iteration, "env_steps": status.env_steps, "seconds": round(status.seconds, 3),
+        **{f"eval/{name}": value.mean() for name, value in each.items()},
+    }  # fmt: skip
+    if len(summaries) > 1:
+        line |= {f"eval/{name}/seeds": value for name, value in each.items()}
+    for sink in sinks:
+        sink.write(status.env_steps, line)
+    totals = " ".join(f"{value:.2f}" for value in each["total_return"])
+    terminal.say(
+        f"evaluation at iteration {status.iteration}: total return {totals} of {summaries[0].episodes} episodes, "
+        f"last ten {each['last_return'].mean():.3f}, over budget {each['over_budget'].mean():.2%} "
+        f"(last ten {each['over_budget_last'].mean():.2%})"
+    )
+
+
+def _policy_path(folder: Path, seed: int) -> Path:
+    return folder / f"best-seed{seed}.safetensors"
+
+
+def _card(algorithm: Algorithm, config: TrainConfig, status: Status, results: Results, seed: int) -> dict[str, Any]:
+    """What a released policy says about itself."""
+    described = _describe(algorithm, config)
+    return {
+        **algorithm.card(),
+        "env": described["env"],
+        "training": {
+            **{name: described[name] for name in ("algo", "train", "command", "device", "safeicrl", "jax", "date")},
+            "seed": seed,
+            "iteration": status.iteration,
+            "env_steps": status.env_steps,
+            "minutes": math.ceil(status.seconds / 6) / 10,
+        },
+        "evaluation": {**results.meta, "summary": dataclasses.asdict(summarise(results))},
+        "limits": [
+            f"trained on budgets {algorithm.env.spec.train_budget} and these environment parameters only",
+            "a budget is kept with high probability, never with certainty",
+        ],
+    }
