@@ -53,9 +53,6 @@ class TableConfig:
     bad_from: int = 10**6  # iterations bad_from … bad_until−1 make the table nan
     bad_until: int = 10**6
 
-    def build(self, env: SafeDarkRoom) -> "TableAlgorithm":
-        return TableAlgorithm(env=env, config=self)
-
 
 @dataclass(frozen=True)
 class TableAlgorithm:
@@ -110,4 +107,5 @@ class TableAlgorithm:
 
 
 if "table" not in registry.ALGOS:
-    registry.register("table", f"{__name__}:TableConfig")
+    entry = registry.Entry(module=__name__, algorithm="TableAlgorithm", config="TableConfig")
+    registry.register("table", entry)

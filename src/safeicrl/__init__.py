@@ -1,21 +1,25 @@
-"""Safe in-context reinforcement learning in JAX.
+"""Safe in-context reinforcement learning in JAX: frozen agents that learn new tasks under a cost budget."""
 
-Importing the package registers its environments with Gymnasium, when that is installed, by name only: neither
-JAX nor an environment is loaded before `gymnasium.make` asks for one.
-"""
+import importlib
+from typing import Any
 
-GYM_IDS = {"safeicrl/SafeDarkRoom-v0": "safe-dark-room"}  # Gymnasium id → name in envs/registry.py
+from safeicrl.version import VERSION as __version__
+
+# The public names and where they live. Imported when first used: plots and reports run without JAX.
+_PUBLIC = {
+    "UserError": "errors",
+    "load_policy": "policy",
+    "load_results": "results",
+    "make_env": "envs.registry",
+    "run_trials": "trial",
+    "save_results": "results",
+    "summarise": "results",
+}
+
+__all__ = [*_PUBLIC, "__version__"]
 
 
-def _register_with_gymnasium() -> None:
-    try:
-        import gymnasium
-    except ImportError:  # the core works without it
-        return
-    for gym_id, name in GYM_IDS.items():
-        if gym_id not in gymnasium.registry:
-            # No max_episode_steps: the environments truncate themselves, a TimeLimit on top would only hide it.
-            gymnasium.register(id=gym_id, entry_point="safeicrl.envs.gym:GymEnv", kwargs={"env": name})
-
-
-_register_with_gymnasium()
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'safeicrl' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"safeicrl.{_PUBLIC[name]}"), name)

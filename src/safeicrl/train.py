@@ -202,7 +202,7 @@ def _describe(algorithm: Algorithm, config: TrainConfig) -> dict[str, Any]:
     return {
         "env": describe_env(algorithm.env),
         "algo": {
-            "name": algo_name(algorithm.config) or type(algorithm.config).__name__,
+            "name": algo_name(algorithm.config),
             "config": dataclasses.asdict(algorithm.config),
         },
         "train": dataclasses.asdict(config),

@@ -28,7 +28,7 @@ class Algorithm(Protocol):
 
     @property
     def config(self) -> Any:
-        """A frozen dataclass with `build(env) -> Algorithm`; what `algos.registry` knows by name."""
+        """Its settings, a frozen dataclass."""
         ...
 
     def init(self, key: Key) -> PyTree:

@@ -1,31 +1,47 @@
-"""Name → algorithm. Values are "module:ConfigClass", imported when asked for; the class has `build(env)`."""
+"""Name → algorithm, imported when asked for."""
 
 import importlib
+from dataclasses import dataclass
 from typing import Any
 
 from safeicrl.errors import UserError, unknown_name
 
-ALGOS: dict[str, str] = {
-    "scared": "safeicrl.algos.scared:ScaredConfig",
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """Where an algorithm lives: `module.algorithm(env, config)` with a `module.config`."""
+
+    module: str
+    algorithm: str
+    config: str
+
+    def load(self) -> tuple[Any, type]:
+        """The algorithm and its config class."""
+        module = importlib.import_module(self.module)
+        return getattr(module, self.algorithm), getattr(module, self.config)
+
+
+ALGOS: dict[str, Entry] = {
+    "scared": Entry(module="safeicrl.algos.scared", algorithm="Scared", config="ScaredConfig"),
 }
 
 
-def algo_config(name: str) -> type:
-    """The config class of a registered algorithm."""
-    if name not in ALGOS:
-        raise unknown_name("algorithm", name, ALGOS)
-    module, attribute = ALGOS[name].split(":")
-    return getattr(importlib.import_module(module), attribute)
-
-
-def register(name: str, config: str) -> None:
-    """Make the config class at "module:ConfigClass" known as `name`."""
+def register(name: str, entry: Entry) -> None:
+    """Make an algorithm known as `name`."""
     if name in ALGOS:
         raise UserError(f"algorithm {name!r} is registered already")
-    ALGOS[name] = config
+    ALGOS[name] = entry
 
 
-def algo_name(config: Any) -> str | None:
-    """The name a config's class is registered under, if any."""
-    where = f"{type(config).__module__}:{type(config).__qualname__}"
-    return next((name for name, value in ALGOS.items() if value == where), None)
+def find_algo(name: str) -> tuple[Any, type]:
+    """The algorithm called `name` and its config class."""
+    if name not in ALGOS:
+        raise unknown_name("algorithm", name, ALGOS)
+    return ALGOS[name].load()
+
+
+def algo_name(config: Any) -> str:
+    """The name a config's class is registered under; the class's own name when it is not."""
+    where = (type(config).__module__, type(config).__qualname__)
+    names = (name for name, entry in ALGOS.items() if (entry.module, entry.config) == where)
+    return next(names, type(config).__name__)

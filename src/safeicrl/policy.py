@@ -1,0 +1,254 @@
+"""A frozen, pretrained agent for any loop: `load_policy(name_or_path)`, then `start` and `act`.
+
+policy = safeicrl.load_policy("safe-dark-room")
+policy.start(budget=3)
+action = policy.act(observation)
+while True:
+    ...  # step the world; when an episode has ended, reset it
+    action = policy.act(observation, reward, cost, terminated, truncated)
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from safeicrl import checkpoint
+from safeicrl.config import from_plain
+from safeicrl.envs.api import Discrete, Env, Grid, Key, PyTree
+from safeicrl.envs.registry import make_env
+from safeicrl.errors import UserError, check_budget, check_integer, unknown_name
+from safeicrl.evaluate import with_options
+from safeicrl.tokens import Token, first_token, next_token, usable_budget
+from safeicrl.trial import Agent
+
+PRETRAINED = Path(__file__).parent / "pretrained"
+
+
+def load_policy(name_or_path: str | Path, *, temperature: float | None = None, greedy: bool = False) -> "Policy":
+    """A released policy by name, by the path of its files, or the best one of a training run's folder."""
+    path = _find(name_or_path)
+    card = checkpoint.read_card(path)
+    env, agent = load_agent(path, card)
+    if temperature is None and not greedy:
+        temperature = card.get("temperature")
+    agent, how = with_options(env, agent, temperature=temperature, greedy=greedy)
+    return Policy(env=env, agent=agent, card={**card, **how})
+
+
+def policy_names() -> list[str]:
+    """The policies that ship with the library."""
+    return sorted(path.stem for path in PRETRAINED.glob("*.safetensors"))
+
+
+def _find(name_or_path: str | Path) -> Path:
+    text, path = str(name_or_path), Path(name_or_path)
+    if text in policy_names():
+        return PRETRAINED / f"{text}.safetensors"
+    if path.is_dir():
+        found = sorted(path.glob("best-seed*.safetensors"))
+        if not found:
+            raise UserError(f"{path} holds no policy (best-seed*.safetensors); its first evaluation writes one")
+        return found[0]
+    path = path.with_suffix(".safetensors") if path.suffix in ("", ".json") else path
+    if path.exists():
+        return path
+    if str(path) == f"{text}.safetensors" and len(path.parts) == 1:
+        raise unknown_name("policy", text, policy_names())
+    raise UserError(f"no policy at {path}")
+
+
+# -- kinds --------------------------------------------------------------------------------------------------
+
+
+def _net(card: dict[str, Any], env: Env) -> Agent:
+    from safeicrl.agent import NetAgent
+    from safeicrl.nets.heads import PolicyNet
+    from safeicrl.nets.transformer import NetConfig
+
+    net = PolicyNet(from_plain(NetConfig, card["net"], "net"), env.spec, jax.random.key(0))
+    return NetAgent(net=net)
+
+
+# A card's "kind" → a function that builds an agent of that form; its arrays are then read from the file.
+KINDS: dict[str, Callable[[dict[str, Any], Env], Agent]] = {"net": _net}
+
+
+def load_agent(path: Path, card: dict[str, Any]) -> tuple[Env, Agent]:
+    """The environment and the agent that a card describes, with the arrays from `path`."""
+    if card["kind"] not in KINDS:
+        raise unknown_name("kind of policy", card["kind"], KINDS)
+    try:
+        parameters = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in card["env"]["parameters"].items()
+        }
+        env = make_env(card["env"]["name"], **parameters)
+        form = eqx.filter_eval_shape(lambda: KINDS[card["kind"]](card, env))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path.with_suffix('.json')} is an incomplete policy card: {error!r}") from None
+    agent, _ = checkpoint.load(path, form, kind="policy")
+    return env, agent
+
+
+# -- acting -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Trial:
+    """A trial under way, all rows."""
+
+    batched: bool
+    budget: jax.Array  # [row]
+    memory: PyTree
+    key: Key
+    token: Token | None = None  # the last one, [row]; None before the first call of `act`
+    action: jax.Array | None = None  # [row]
+
+
+class Policy:
+    """A frozen agent that learns each new task from its own history, under a budget."""
+
+    def __init__(self, *, env: Env, agent: Agent, card: dict[str, Any]) -> None:
+        self.env, self.agent, self.card = env, agent, card
+        self._trial: _Trial | None = None
+
+    def __repr__(self) -> str:
+        return f"Policy({self.card.get('name', self.card['kind'])} for {self.card['env']['name']})"
+
+    def start(self, budget: float | Sequence[float], *, batch: int | None = None, seed: int = 0) -> None:
+        """Begin a trial on a new task (or on `batch` of them): forget everything, take the cost budget(s).
+
+        `budget` holds for each episode of the trial. A list of budgets, or `batch`, makes it a batch: then
+        every argument and result of `act` has a leading axis of that length.
+        """
+        budgets = check_budget(budget)
+        if budgets.ndim > 1:
+            raise UserError(f"budget must be a number or a list of numbers, got shape {budgets.shape}")
+        batched = batch is not None or budgets.ndim == 1
+        rows = check_integer("batch", batch if batch is not None else budgets.size, 1)
+        if budgets.ndim == 1 and len(budgets) != rows:
+            raise UserError(f"{len(budgets)} budgets were given for a batch of {rows}")
+        self._trial = _Trial(
+            batched=batched,
+            budget=usable_budget(jnp.broadcast_to(budgets, (rows,)), self.env.spec),
+            memory=_remember(self.agent, rows, self.env.spec.trial_steps),
+            key=jax.random.key(check_integer("seed", seed, 0)),
+        )
+
+    def act(
+        self,
+        observation: Any,
+        reward: Any = None,
+        cost: Any = None,
+        terminated: Any = False,
+        truncated: Any = False,
+    ) -> Any:
+        """The next action, an int (or a vector); of a batch, an array [row] (or [row, action]).
+
+        `reward`, `cost` and the end flags are those of the last step, left out on the first call after `start`.
+        After an episode has ended, `observation` is the first one of the next episode.
+        """
+        trial = self._trial
+        if trial is None:
+            raise UserError("act was called before start: begin with policy.start(budget=...)")
+        rows = len(trial.budget)
+        seen = self._observation(observation, trial.batched, rows)
+        if trial.token is None:
+            for name, value in (("reward", reward), ("cost", cost)):
+                if value is not None and np.any(np.asarray(value)):
+                    raise UserError(f"the first call after start has no last step: {name} must be left out")
+            token = _first(self.env, jnp.asarray(seen), trial.budget)
+        else:
+            reward = _numbers("reward", reward, trial.batched, rows)
+            cost = _numbers("cost", cost, trial.batched, rows)
+            if (cost < 0).any():
+                raise UserError(f"cost must be ≥ 0, got {cost.min()}")
+            ends = [
+                _flags(n, v, trial.batched, rows) for n, v in (("terminated", terminated), ("truncated", truncated))
+            ]
+            token = _next(trial.token, seen, trial.action, reward, cost, ends[0] | ends[1], trial.budget)
+        trial.memory, trial.key, trial.action = _act((self.agent, token, trial.key), trial.memory)
+        trial.token = token
+        action = np.asarray(trial.action)
+        if trial.batched:
+            return action
+        return int(action[0]) if isinstance(self.env.spec.action, Discrete) else action[0]
+
+    def _observation(self, observation: Any, batched: bool, rows: int) -> np.ndarray:
+        """The observation as [row, obs], or an error that says what an observation is."""
+        space = self.env.spec.observation
+        size = len(space.sizes) if isinstance(space, Grid) else space.size
+        shape = (rows, size) if batched else (size,)
+        values = _array("observation", observation)
+        if values.shape != shape:
+            raise UserError(f"observation must have shape {shape}, got {values.shape}")
+        if not np.isfinite(values).all():
+            raise UserError(f"observation must be finite, got {observation!r}")
+        if isinstance(space, Grid):
+            if (values != np.floor(values)).any() or (values < 0).any() or (values >= space.sizes).any():
+                limits = ", ".join(f"0–{size - 1}" for size in space.sizes)
+                raise UserError(f"observation must be a cell in ({limits}), got {values.tolist()}")
+            values = values.astype(np.int32)
+        return values.reshape(rows, size)
+
+
+def _array(name: str, value: Any) -> np.ndarray:
+    try:
+        array = np.asarray(value)
+        if array.dtype.kind not in "iufb":
+            raise ValueError
+        return array.astype(np.float32)
+    except (TypeError, ValueError):
+        raise UserError(f"{name} must be made of numbers, got {value!r}") from None
+
+
+def _numbers(name: str, value: Any, batched: bool, rows: int) -> np.ndarray:
+    """A number per row, [row]."""
+    if value is None:
+        raise UserError(f"act needs the last step's {name}: only the first call after start leaves it out")
+    array = _array(name, value)
+    if array.shape != ((rows,) if batched else ()):
+        expected = f"one number for each of {rows} rows" if batched else "one number"
+        raise UserError(f"{name} must be {expected}, got shape {array.shape}")
+    if not np.isfinite(array).all():
+        raise UserError(f"{name} must be finite, got {value!r}")
+    return array.reshape(rows)
+
+
+def _flags(name: str, value: Any, batched: bool, rows: int) -> np.ndarray:
+    """A flag per row, [row] bool; a single one holds for all rows."""
+    array = np.asarray(value)
+    if array.dtype.kind not in "biu" or array.shape not in ((), (rows,) if batched else ()):
+        raise UserError(
+            f"{name} must be true or false" + (f", or {rows} of them" if batched else "") + f", got {value!r}"
+        )
+    return np.broadcast_to(array.astype(bool), (rows,))
+
+
+@eqx.filter_jit
+def _first(env: Env, observation: jax.Array, budget: jax.Array) -> Token:
+    return jax.vmap(first_token, (None, 0, 0))(env.spec, observation, budget)
+
+
+_next = jax.jit(next_token)
+
+
+@eqx.filter_jit
+def _remember(agent: Agent, rows: int, steps: int) -> PyTree:
+    """Memory for a whole trial; jitted, so that no two of its arrays share a buffer and `_act` may donate them."""
+    return agent.extend(agent.init(None, rows), steps)
+
+
+@eqx.filter_jit(donate="all-except-first")
+def _act(agent_token_key: tuple[Agent, Token, Key], memory: PyTree) -> tuple[PyTree, Key, jax.Array]:
+    """One step of the agent; its memory (a KV cache) is updated in place."""
+    agent, token, key = agent_token_key
+    next_key, key = jax.random.split(key)
+    memory, action, _ = agent.act(memory, token, key)
+    return memory, next_key, action
