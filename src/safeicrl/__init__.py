@@ -3,6 +3,7 @@
 import importlib
 from typing import Any
 
+from safeicrl import gym_ids
 from safeicrl.version import VERSION as __version__
 
 # The public names and where they live. Imported when first used: plots and reports run without JAX.
@@ -23,3 +24,6 @@ def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'safeicrl' has no attribute {name!r}")
     return getattr(importlib.import_module(f"safeicrl.{_PUBLIC[name]}"), name)
+
+
+gym_ids.register()
