@@ -120,6 +120,8 @@ class SafeDarkRoom:
 
     def make_task(self, goal: tuple[int, int], obstacles: list[tuple[int, int]]) -> Room:
         """A room laid out by hand, from (row, column) cells."""
+        if not isinstance(obstacles, list | tuple | np.ndarray):
+            raise UserError(f"obstacles must be a list of (row, column) cells, got {obstacles!r}")
         goal_cell = self._flat("goal", goal)
         cells = [self._flat("obstacle", cell) for cell in obstacles]
         if goal_cell == self.start:

@@ -68,7 +68,7 @@ class DarkRoomFace(Face):
                 raise unknown_name("entry of a task", name, ("goal", "obstacles"))
         if "goal" not in layout:
             raise UserError("task must name its 'goal' cell, as in {'goal': (0, 8), 'obstacles': [(3, 4)]}")
-        return env.make_task(layout["goal"], list(layout.get("obstacles", ())))
+        return env.make_task(layout["goal"], layout.get("obstacles", ()))
 
     def render(
         self, env: SafeDarkRoom, task: Room, state: RoomState, path: Sequence[np.ndarray], mode: str

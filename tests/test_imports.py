@@ -1,0 +1,86 @@
+"""The house's rule that imports point one way, read from the source."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import safeicrl
+
+SOURCE = Path(safeicrl.__file__).parent
+# A module may import from its own layer and from those before it.
+LAYERS = (
+    ("errors", "version"),
+    ("envs", "nets", "tokens"),
+    ("trial", "replay", "returns", "penalty", "signals", "agent", "reference"),
+    ("algos", "optimisers"),
+    ("train", "evaluate"),
+    ("cli", "play"),
+)
+RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Names under `safeicrl` that a file imports, anywhere in it, as dotted paths without the package."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name.removeprefix("safeicrl.") for name in found if name.startswith("safeicrl.")}
+
+
+def modules() -> list[tuple[str, Path]]:
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        relative = path.relative_to(SOURCE)
+        found.append((".".join(relative.with_suffix("").parts), path))
+    return found
+
+
+@pytest.mark.parametrize(("name", "path"), modules(), ids=[name for name, _ in modules()])
+def test_imports_point_one_way(name, path):
+    room = name.split(".")[0]
+    for imported in imports_of(path):
+        other = imported.split(".")[0]
+        if room in RANK and other in RANK:
+            assert RANK[other] <= RANK[room], f"{name} imports {imported}"
+        if room == "envs":
+            assert other != "nets", f"{name} imports {imported}"
+        if room == "nets":
+            assert other != "envs" or imported.startswith("envs.api."), f"{name} imports {imported}"
+
+
+def test_algorithms_never_import_each_other():
+    algorithms = {name.split(".")[1] for name, _ in modules() if name.startswith("algos.")} - {"__init__", "api"}
+    for name, path in modules():
+        if name.startswith("algos.") and name.split(".")[1] in algorithms:
+            others = {i.split(".")[1] for i in imports_of(path) if i.startswith("algos.")} & algorithms
+            assert others <= {name.split(".")[1]}, name
+
+
+def test_only_the_face_imports_gymnasium():
+    allowed = {"gym_ids", "envs.gym"}
+    for name, path in modules():
+        tree = ast.walk(ast.parse(path.read_text()))
+        names = {a.name for n in tree if isinstance(n, ast.Import) for a in n.names}
+        if any(imported.split(".")[0] == "gymnasium" for imported in names):
+            assert name in allowed or name == "envs.models", name
+
+
+@pytest.mark.parametrize("name", ["", "envs.draw", "report", "plots"])
+def test_reading_and_drawing_need_no_jax(name):
+    if name and not (SOURCE / (name.replace(".", "/") + ".py")).exists():
+        pytest.skip("not built yet")
+    module = f"safeicrl.{name}".rstrip(".")
+    code = f"import sys, {module}; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, f"{module} imports jax"
+
+
+def test_the_package_works_without_gymnasium():
+    code = "import sys; sys.modules['gymnasium'] = None; import safeicrl.trial"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
