@@ -5,6 +5,8 @@ import types
 import typing
 from typing import Any, Literal, TypeVar, Union
 
+from safeicrl.envs.api import Env
+from safeicrl.envs.registry import ENVS
 from safeicrl.errors import UserError, unknown_name
 
 T = TypeVar("T")
@@ -22,6 +24,16 @@ def from_plain(cls: type[T], values: Any, where: str = "") -> T:
             raise unknown_name(f"setting of {name}", key, known)
     prefix = f"{where}." if where else ""
     return cls(**{key: _convert(hints[key], value, f"{prefix}{key}") for key, value in values.items()})
+
+
+def env_from_plain(name: str, parameters: dict[str, Any]) -> Env:
+    """A registered environment from JSON values."""
+    if name not in ENVS:
+        raise unknown_name("environment", name, ENVS)
+    make = ENVS[name]
+    if isinstance(make, type) and dataclasses.is_dataclass(make):
+        return from_plain(make, parameters, name)  # type: ignore[return-value]
+    return make(**parameters)
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:

@@ -5,7 +5,6 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -21,15 +20,14 @@ from safeicrl.tokens import Token, first_token
 from safeicrl.trial import Agent, Episodes, episode_sums, run_trials
 from safeicrl.version import VERSION
 
-BUDGETS = 100  # distinct budgets in the paper's evaluation
-
 
 def evaluate(
     env: Env,
     agent: Agent,
     *,
     tasks: int = 1000,
-    budgets: Sequence[float] | None = None,
+    budgets: tuple[float, float] | None = None,
+    budget_count: int = 100,
     episodes: int | None = None,
     seed: int = 0,
     split: Split = "test",
@@ -38,17 +36,18 @@ def evaluate(
     label: str = "agent",
     meta: dict[str, Any] | None = None,
 ) -> Results:
-    """Run one trial on each of `tasks` unseen tasks, all of `budgets` equally often.
+    """Run one trial on each of `tasks` unseen tasks.
 
-    `budgets` defaults to 100 spread evenly over the environment's test range, `episodes` to its K. Tasks and
-    budgets depend on `seed` alone, so two agents meet the same rooms. At most `rows` trials run at a time,
-    which bounds the memory; all chunks share one compilation. `segments` is `run_trials`'.
+    Their budgets are `budget_count` distinct ones, uniform in the range `budgets` (the environment's test range
+    by default) and used equally often. `episodes` is the environment's K by default. Tasks and budgets depend
+    on `seed` alone, so two agents meet the same rooms. At most `rows` trials run at a time, which bounds the
+    memory; all chunks share one compilation. `segments` is `run_trials`'.
     """
     check_integer("tasks", tasks, 1)
     check_integer("rows", rows, 1)
     episodes = check_integer("episodes", env.spec.episodes if episodes is None else episodes, 1)
-    low, high = env.spec.test_budget
-    grid = check_budget(budget_grid(low, high) if budgets is None else np.asarray(budgets)).reshape(-1)
+    low, high = budgets or env.spec.test_budget
+    grid = budget_grid(low, high, budget_count)
     begin = time.perf_counter()
 
     task_key, run_key = jax.random.split(jax.random.key(seed))
@@ -71,7 +70,7 @@ def evaluate(
         "env": describe_env(env),
         "split": split,
         "seed": seed,
-        "budget_range": [low, high] if budgets is None else [grid.min(), grid.max()],
+        "budget_range": [low, high],
         **(meta or {}),
         **surroundings(),
         "seconds": time.perf_counter() - begin,
@@ -79,7 +78,7 @@ def evaluate(
     return Results(returns=whole.returns, costs=whole.costs, lengths=whole.lengths, budgets=budget, meta=provenance)
 
 
-def budget_grid(low: float, high: float, count: int = BUDGETS) -> np.ndarray:
+def budget_grid(low: float, high: float, count: int = 100) -> np.ndarray:
     """`count` distinct budgets, uniform in [low, high]: the middles of as many equal slices."""
     check_budget([low, high])
     check_integer("number of budgets", count, 1)

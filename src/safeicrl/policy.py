@@ -19,9 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from safeicrl import checkpoint
-from safeicrl.config import from_plain
+from safeicrl.config import env_from_plain, from_plain
 from safeicrl.envs.api import Discrete, Env, Grid, Key, PyTree
-from safeicrl.envs.registry import make_env
 from safeicrl.errors import UserError, check_budget, check_integer, unknown_name
 from safeicrl.evaluate import with_options
 from safeicrl.tokens import Token, first_token, next_token, usable_budget
@@ -84,11 +83,7 @@ def load_agent(path: Path, card: dict[str, Any]) -> tuple[Env, Agent]:
     if card["kind"] not in KINDS:
         raise unknown_name("kind of policy", card["kind"], KINDS)
     try:
-        parameters = {
-            key: tuple(value) if isinstance(value, list) else value
-            for key, value in card["env"]["parameters"].items()
-        }
-        env = make_env(card["env"]["name"], **parameters)
+        env = env_from_plain(card["env"]["name"], card["env"]["parameters"])
         form = eqx.filter_eval_shape(lambda: KINDS[card["kind"]](card, env))
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path.with_suffix('.json')} is an incomplete policy card: {error!r}") from None

@@ -56,7 +56,7 @@ class EvalConfig:
 class TrainConfig:
     """How long to train, with how many seeds, and what to write on the way."""
 
-    iterations: int | None = None  # stop after so many updates ...
+    iterations: int | None = None  # stop after so many updates (None: as many as the algorithm plans for) ...
     minutes: float | None = None  # ... or so much wall time, compilation included, whichever comes first
     seed: int = 0
     seeds: int = 1  # seeds seed, seed+1, ... train side by side in one vmapped program
@@ -67,8 +67,6 @@ class TrainConfig:
     wandb: str | None = None  # project
 
     def __post_init__(self) -> None:
-        if self.iterations is None and self.minutes is None:
-            raise UserError("training needs a limit: iterations, minutes or both")
         if self.iterations is not None:
             check_integer("iterations", self.iterations, 1)
         if self.minutes is not None:
@@ -118,7 +116,7 @@ def train(
     console: Console | None = None,
 ) -> Trained:
     """Train in the folder `out`; `resume` continues the run that is there."""
-    folder = Path(out)
+    folder, config = Path(out), _with_limit(algorithm, config)
     with Terminal(console) as terminal, StopRequest() as stop:
         template = eqx.filter_eval_shape(_init, algorithm, config.seed, config.seeds)
         state, status = _begin(algorithm, config, folder, template, resume)
@@ -154,6 +152,16 @@ def train(
         terminal.say(f"{reason} after {status.iteration} iterations, {status.seconds / 60:.1f} min: {folder}")
     policies = [_policy_path(folder, seed) for seed in _seeds(config)]
     return Trained(folder=folder, state=state, status=status, results=results, policies=policies)
+
+
+def _with_limit(algorithm: Algorithm, config: TrainConfig) -> TrainConfig:
+    """The config with a limit: an algorithm whose schedules span so many `iterations` need not be told twice."""
+    if config.iterations is not None:
+        return config
+    planned = getattr(algorithm.config, "iterations", None)
+    if planned is None and config.minutes is None:
+        raise UserError("training needs a limit: iterations, minutes or both")
+    return dataclasses.replace(config, iterations=planned)
 
 
 # -- state --------------------------------------------------------------------------------------------------

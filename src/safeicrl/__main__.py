@@ -1,0 +1,7 @@
+"""`python -m safeicrl`."""
+
+import sys
+
+from safeicrl.cli import main
+
+sys.exit(main())

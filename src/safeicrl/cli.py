@@ -1,0 +1,303 @@
+"""The command line: safeicrl train | evaluate | plot | demo | list.
+
+A mistake in what was asked for is one line on stderr and exit code 2; a traceback is always a bug.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from safeicrl.errors import UserError, unknown_name
+from safeicrl.version import VERSION
+
+T = TypeVar("T")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if not args or args[0] in ("-h", "--help"):
+            _usage()
+        elif args[0] == "--version":
+            print(f"safeicrl {VERSION}")
+        elif args[0] not in COMMANDS:
+            raise unknown_name("command", args[0], COMMANDS)
+        else:
+            COMMANDS[args[0]](args[1:])
+    except UserError as error:
+        print(f"safeicrl: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _usage() -> None:
+    """Safe in-context reinforcement learning: agents that learn new tasks under a cost budget."""
+    print(f"usage: safeicrl COMMAND [options]\n\n{_usage.__doc__}\n")
+    for name, command in COMMANDS.items():
+        print(f"  {name:10} {(command.__doc__ or '').splitlines()[0]}")
+    print("\nsafeicrl COMMAND --help lists a command's options.")
+
+
+# -- train --------------------------------------------------------------------------------------------------
+
+
+def train(args: list[str]) -> None:
+    """Pretrain an agent: --preset NAME, any setting of it by its name; or --resume RUN_DIR."""
+    from safeicrl.presets import Experiment, load_experiment, preset
+    from safeicrl.train import TrainConfig
+    from safeicrl.train import train as run
+
+    resume = _option(args, "--resume")
+    chosen = _option(args, "--preset")
+    if resume and (chosen or _option(args, "--out")):
+        raise UserError("--resume continues a run as it is, in its folder: leave out --preset and --out")
+    default = load_experiment(Path(resume)) if resume else preset(chosen or "darkroom-small")
+
+    form = dataclasses.make_dataclass(
+        "Train",
+        [
+            ("preset", str, field(default=chosen or "darkroom-small")),
+            ("resume", Path | None, field(default=None)),
+            ("out", Path | None, field(default=None)),
+            # without a prefix: --minutes, --seeds; the other two are --env.size, --algo.net.width
+            ("train", Annotated[TrainConfig, tyro.conf.arg(name="")], field(default=default.train)),
+            ("env", type(default.env), field(default=default.env)),
+            ("algo", type(default.algo), field(default=default.algo)),
+        ],
+        frozen=True,
+    )
+    form.__doc__ = train.__doc__
+    asked: Any = _parse("train", form, args)
+    experiment = Experiment(env=asked.env, algo=asked.algo, train=asked.train)
+    if resume:
+        _check_resumable(default, experiment)
+    out = Path(resume) if resume else asked.out or Path("runs") / f"{asked.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run(experiment.build(), experiment.train, out=out, resume=bool(resume))
+    print(f"evaluate it:  safeicrl evaluate {out}\nits curves:   safeicrl plot {out}")
+
+
+def _check_resumable(saved: Any, asked: Any) -> None:
+    """A resumed run may have other limits, but is the same experiment."""
+    fixed = {"env": (saved.env, asked.env), "algo": (saved.algo, asked.algo)}
+    fixed |= {name: (getattr(saved.train, name), getattr(asked.train, name)) for name in ("seed", "seeds")}
+    for name, (before, now) in fixed.items():
+        if before != now:
+            raise UserError(f"--resume continues the run as it was: {name} cannot change")
+
+
+# -- evaluate -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Evaluate a frozen agent on unseen tasks: the paper's protocol."""
+
+    policy: Annotated[str | None, tyro.conf.Positional] = None  # name, path or run folder of a released policy
+    agent: Literal["random", "explorer", "planner"] | None = None  # a reference line instead of a policy
+    env: str | None = None  # environment of a reference line: safe-dark-room by default
+    env_args: tuple[str, ...] = ()  # its parameters, e.g. size=5 obstacles=6
+    tasks: int = 1000
+    budgets: tuple[float, float] | None = None  # range; the environment's test range by default
+    budget_count: int = 100  # distinct budgets, uniform in the range
+    episodes: int | None = None  # K of the environment by default
+    temperature: float | None = None  # of sampled actions; what the policy's card says by default
+    greedy: bool = False  # the most probable action instead of a sampled one
+    wipe: bool = False  # forget at every episode: what is in-context learning worth?
+    seed: int = 0
+    rows: int = 256  # trials at a time
+    out: Path | None = None  # writes OUT.npz and OUT.json
+
+
+def evaluate(args: list[str]) -> None:
+    """Evaluate a frozen agent on unseen tasks: the paper's protocol."""
+    from safeicrl.evaluate import evaluate as run
+    from safeicrl.report import summary_table
+    from safeicrl.results import save_results
+
+    asked = _parse("evaluate", Evaluate, args)
+    who = _contender(asked)
+    results = run(
+        who.env, who.agent, tasks=asked.tasks, budgets=asked.budgets, budget_count=asked.budget_count,
+        episodes=asked.episodes, seed=asked.seed, rows=asked.rows,
+        label=who.label, meta=who.meta,
+    )  # fmt: skip
+    Console().print(summary_table([results]))
+    print(f"actions {results.meta['actions']}, context {results.meta['context']}, {results.meta['seconds']:.1f} s")
+    if asked.out is not None:
+        print("wrote " + " and ".join(str(path) for path in save_results(results, asked.out)))
+
+
+def _contender(asked: Evaluate) -> Any:
+    from safeicrl.config import env_from_plain
+    from safeicrl.contenders import reference, released
+
+    if (asked.policy is None) == (asked.agent is None):
+        raise UserError("evaluate needs either a policy (name, path or run folder) or --agent, not both")
+    parameters = dict(_pair(text) for text in asked.env_args)
+    if asked.policy is not None:
+        if asked.env is not None:
+            raise UserError("a policy brings its own environment: leave out --env (--env-args may change it)")
+        return released(
+            asked.policy, env_args=parameters,
+            temperature=asked.temperature, greedy=asked.greedy, wipe=asked.wipe,
+        )  # fmt: skip
+    if asked.greedy or asked.temperature is not None:
+        raise UserError(f"the {asked.agent} agent has no temperature: leave out --greedy and --temperature")
+    env = env_from_plain(asked.env or "safe-dark-room", parameters)
+    return reference(str(asked.agent), env, wipe=asked.wipe)
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UserError(f"--env-args takes name=value pairs, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+# -- plot, demo, list ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """Draw the paper's figures from results files, and training curves from run folders."""
+
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional]  # results (.npz or .json), run folders, metrics.jsonl
+    out: Path = Path("figures")
+    format: Literal["png", "pdf", "svg"] = "png"
+
+
+def plot(args: list[str]) -> None:
+    """Draw the paper's figures from results files, and training curves from run folders."""
+    from safeicrl.report import draw_all
+
+    asked = _parse("plot", Plot, args)
+    for path in draw_all(asked.files, asked.out, asked.format):
+        print(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo:
+    """Agents on unseen rooms: a table, the figures, an animation of one room being learned."""
+
+    out: Path = Path("demo-output")
+    tasks: int = 100
+    seed: int = 0
+
+
+def demo(args: list[str]) -> None:
+    """Agents on unseen rooms: a table, the figures, an animation of one room being learned."""
+    from safeicrl.demo import run
+
+    asked = _parse("demo", Demo, args)
+    run(asked.out, tasks=asked.tasks, seed=asked.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class List:
+    """Environments, policies, agents, algorithms and presets by name."""
+
+
+def list_names(args: list[str]) -> None:
+    """Environments, policies, agents, algorithms and presets by name."""
+    from safeicrl.algos.registry import ALGOS
+    from safeicrl.contenders import DESCRIPTIONS
+    from safeicrl.envs.registry import ENVS
+    from safeicrl.policy import policy_names
+    from safeicrl.presets import PRESETS
+
+    _parse("list", List, args)
+    table = Table(box=None, pad_edge=False)
+    for column in ("kind", "name", "what it is"):
+        table.add_column(column)
+    first = lambda thing: (thing.__doc__ or "").splitlines()[0]  # noqa: E731
+    for kind, named in {
+        "environment": {name: first(make) for name, make in ENVS.items()},
+        "policy": {name: "pretrained, ships with the library" for name in policy_names()},
+        "agent": DESCRIPTIONS,
+        "algorithm": {name: entry.module for name, entry in ALGOS.items()},
+        "preset": {name: first(make) for name, make in PRESETS.items()},
+    }.items():
+        for name, text in named.items():
+            table.add_row(kind, name, text)
+    Console().print(table)
+
+
+COMMANDS: dict[str, Callable[[list[str]], None]] = {
+    "train": train,
+    "evaluate": evaluate,
+    "plot": plot,
+    "demo": demo,
+    "list": list_names,
+}
+
+
+# -- parsing ------------------------------------------------------------------------------------------------
+
+
+def _parse(command: str, form: type[T], args: list[str]) -> T:
+    """The command's options as a dataclass; tyro's errors, which are boxes of text, become one line."""
+    messages = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(messages):
+            asked, unknown = tyro.cli(form, prog=f"safeicrl {command}", args=args, return_unknown_args=True)
+    except SystemExit as leaving:
+        if not leaving.code:
+            raise
+        raise UserError(_one_line(messages.getvalue())) from None
+    if unknown:
+        name = unknown[0].split("=")[0]
+        if not name.startswith("-"):
+            raise UserError(f"unexpected argument {name!r}; see safeicrl {command} --help")
+        raise unknown_name("option", name, [f"--{flag}" for flag in _flags(form)])
+    return asked
+
+
+def _one_line(text: str) -> str:
+    """What a boxed message says, without the box, its title and the advice below it."""
+    lines = [re.sub(r"^[│\s]+|[│\s]+$", "", line) for line in text.splitlines()]
+    body = [line for line in lines if line and not re.match(r"^[╭╰─]", line)]
+    end = next((i for i, line in enumerate(body) if line.startswith("For full helptext")), len(body))
+    return " ".join(body[:end]) or "these options cannot be understood"
+
+
+def _flags(form: Any, prefix: str = "") -> list[str]:
+    """Every option of a form by its name on the command line."""
+    names = []
+    for entry in dataclasses.fields(form):
+        value = entry.default if entry.default is not dataclasses.MISSING else None
+        if entry.default_factory is not dataclasses.MISSING:
+            value = entry.default_factory()
+        if dataclasses.is_dataclass(value):
+            bare = prefix == "" and entry.name == "train"
+            names += _flags(value, prefix if bare else f"{prefix}{entry.name}.")
+        else:
+            names.append(f"{prefix}{entry.name}".replace("_", "-"))
+    return names
+
+
+def _option(args: list[str], name: str) -> str | None:
+    """The value of one option, looked up before the rest is parsed: it decides what the rest may be."""
+    for index, argument in enumerate(args):
+        if argument == name and index + 1 < len(args):
+            return args[index + 1]
+        if argument.startswith(f"{name}="):
+            return argument.split("=", 1)[1]
+    return None

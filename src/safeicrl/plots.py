@@ -1,0 +1,240 @@
+"""The paper's figures, shares over budget, training curves. Reads results only; never imports jax."""
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from safeicrl.errors import UserError
+from safeicrl.files import atomic_write
+from safeicrl.results import Results, budget_edges, standard_error
+
+Groups = dict[str, list[Results]]  # label → its seeds
+
+# Okabe–Ito: told apart by colour-blind readers too. Reference lines always look the same.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+REFERENCE_COLOURS = {"random": "#999999", "explorer": "#555555", "planner": "#000000"}
+STYLE: dict[Any, Any] = {
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "figure.constrained_layout.use": True,
+    "font.size": 9,
+    "grid.color": "#e6e6e6",
+    "lines.linewidth": 1.6,
+}
+
+
+def by_episode(groups: Groups) -> Figure:
+    """Question (i): episode return and cost against the episode index, mean and standard error."""
+    figure, axes = _figure(1, 2, (8.4, 3.2))
+    for axis, name, title in zip(axes, ("returns", "costs"), ("episode return", "episode cost"), strict=True):
+        lines = []
+        for label, colour, style, seeds in _styled(groups):
+            curves = [getattr(result, name) for result in seeds]  # [seed][task, episode]
+            x = np.arange(1, curves[0].shape[1] + 1)
+            mean, error = _band([(c.mean(axis=0), standard_error(c)) for c in curves])
+            lines.append((label, colour, _draw(axis, x, mean, error, colour, style)))
+        axis.set(title=title, xlabel="episode", xlim=(1, None))
+        axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))
+        _label_lines(axis, lines)
+    _corner(figure, groups)
+    return figure
+
+
+def by_budget(groups: Groups, bins: int = 12) -> Figure:
+    """Question (ii): total return and the largest episode cost against the budget."""
+    figure, axes = _figure(1, 2, (8.4, 3.2))
+    measures = (
+        ("total return", lambda result: result.returns.sum(axis=1)),
+        ("largest episode cost", lambda result: result.costs.max(axis=1)),
+    )
+    for axis, (title, measure) in zip(axes, measures, strict=True):
+        lines = []
+        for label, colour, style, seeds in _styled(groups):
+            x = _centres(seeds[0], bins)
+            mean, error = _band([_binned(result, measure(result), bins) for result in seeds])
+            lines.append((label, colour, _draw(axis, x, mean, error, colour, style)))
+        axis.set(title=title, xlabel="budget δ")
+        axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))
+        _label_lines(axis, lines)
+    low, high = next(iter(groups.values()))[0].budget_range
+    axes[1].plot([low, high], [low, high], color="#bb0000", linewidth=1, linestyle=":")
+    axes[1].annotate(
+        "the budget", (low, low), color="#bb0000", fontsize=8, xytext=(4, 8), textcoords="offset points"
+    )
+    _corner(figure, groups)
+    return figure
+
+
+def over_budget(groups: Groups, bins: int = 12) -> Figure:
+    """Share of episodes over their budget, against the episode index and against the budget."""
+    figure, axes = _figure(1, 2, (8.4, 3.2))
+    by_index, by_delta = [], []
+    for label, colour, style, seeds in _styled(groups):
+        shares = [result.over.astype(float) for result in seeds]  # [seed][task, episode]
+        x = np.arange(1, shares[0].shape[1] + 1)
+        mean, error = _band([(s.mean(axis=0), standard_error(s)) for s in shares])
+        by_index.append((label, colour, _draw(axes[0], x, mean, error, colour, style)))
+        binned = [_binned(result, s.mean(axis=1), bins) for result, s in zip(seeds, shares, strict=True)]
+        mean, error = _band(binned)
+        by_delta.append((label, colour, _draw(axes[1], _centres(seeds[0], bins), mean, error, colour, style)))
+    for axis, lines, label in ((axes[0], by_index, "episode"), (axes[1], by_delta, "budget δ")):
+        axis.set(title="share of episodes over budget", xlabel=label)
+        axis.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(xmax=1))
+        axis.set_ylim(bottom=0)
+        _label_lines(axis, lines)
+    _corner(figure, groups)
+    return figure
+
+
+def training(runs: Sequence[tuple[str, list[dict[str, Any]], str]]) -> Figure:
+    """Training curves against env steps: (name, lines of metrics.jsonl, command) per run."""
+    figure, axes = _figure(2, 2, (8.4, 5.6))
+    panels = (
+        ("return", "eval/last_return", "episode return"),
+        ("cost", "eval/cost", "episode cost (dotted: mean budget)"),
+        ("over_budget", "eval/over_budget", "share of episodes over budget"),
+        ("lambda", None, "multiplier λ"),
+    )
+    for axis, (name, evaluated, title) in zip(axes.ravel(), panels, strict=True):
+        lines = []
+        for index, (label, log, _) in enumerate(runs):
+            colour = PALETTE[index % len(PALETTE)]
+            for seed in _seed_series(log, name):
+                axis.plot(*seed, color=colour, alpha=0.3, linewidth=0.8)
+            lines.append((label, colour, axis.plot(*_series(log, name), color=colour)[0].get_xydata()))
+            if name == "cost":
+                axis.plot(*_series(log, "budget"), color=colour, linestyle=":", linewidth=1)
+            if evaluated:
+                axis.plot(*_series(log, evaluated), "o", color=colour, markersize=4, markeredgecolor="white")
+        axis.set(title=title, xlabel="env steps")
+        axis.xaxis.set_major_formatter(mpl.ticker.EngFormatter(sep=""))
+        if len(runs) > 1:
+            _label_lines(axis, lines)
+    figure.suptitle(
+        "lines: training tasks · dots: frozen, on unseen tasks (return: last ten)", fontsize=8, x=0.02, ha="left"
+    )
+    _write_corner(figure, " · ".join(command for _, _, command in runs if command))
+    return figure
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write a figure in the format its name ends with."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=path.suffix[1:], dpi=160)
+    atomic_write(path, [buffer.getbuffer()])
+    return path
+
+
+def command_of(folder: Path) -> str:
+    """The command that made a run, from its config.json, if it is there."""
+    try:
+        return str(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("command", ""))
+    except (OSError, ValueError):
+        return ""
+
+
+# -- pieces -------------------------------------------------------------------------------------------------
+
+
+def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, np.ndarray]:
+    """A figure of its own canvas: no window system, no global state."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=size)
+        return figure, np.asarray(figure.subplots(rows, columns))
+
+
+def _styled(groups: Groups) -> list[tuple[str, str, str, list[Results]]]:
+    """(label, colour, line style, seeds) of each agent."""
+    if not groups:
+        raise UserError("there is nothing to draw")
+    styled, used = [], 0
+    for label, seeds in groups.items():
+        name = str(seeds[0].meta.get("agent", label))
+        if name in REFERENCE_COLOURS:
+            styled.append((label, REFERENCE_COLOURS[name], "--", seeds))
+        else:
+            styled.append((label, PALETTE[used % len(PALETTE)], "-", seeds))
+            used += 1
+    return styled
+
+
+def _band(curves: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and half-width of the band: over tasks for one seed, over seeds' means for several."""
+    means = np.stack([mean for mean, _ in curves])
+    return (means[0], curves[0][1]) if len(curves) == 1 else (means.mean(axis=0), standard_error(means))
+
+
+def _draw(axis: Axes, x: np.ndarray, mean: np.ndarray, error: np.ndarray, colour: str, style: str) -> np.ndarray:
+    """A line with its band; returns its points."""
+    seen = np.isfinite(mean)
+    axis.fill_between(x[seen], (mean - error)[seen], (mean + error)[seen], color=colour, alpha=0.2, linewidth=0)
+    return np.asarray(axis.plot(x[seen], mean[seen], color=colour, linestyle=style)[0].get_xydata())
+
+
+def _edges(result: Results, bins: int) -> np.ndarray:
+    low, high = result.budget_range
+    return np.linspace(low, high, bins + 1) if high > low else budget_edges(low - 0.5, low + 0.5)[[0, -1]]
+
+
+def _centres(result: Results, bins: int) -> np.ndarray:
+    edges = _edges(result, bins)
+    return (edges[:-1] + edges[1:]) / 2
+
+
+def _binned(result: Results, values: np.ndarray, bins: int) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard error of a value per task, by budget; nan where no budget falls."""
+    edges = _edges(result, bins)
+    index = np.clip(np.searchsorted(edges, result.budgets, side="right") - 1, 0, len(edges) - 2)
+    parts = [values[index == i] for i in range(len(edges) - 1)]
+    mean = np.array([part.mean() if len(part) else np.nan for part in parts])
+    return mean, np.array([standard_error(part) if len(part) else np.nan for part in parts])
+
+
+def _label_lines(axis: Axes, lines: list[tuple[str, str, np.ndarray]]) -> None:
+    """Each line's name at its right end, in its colour; names that would touch are pushed apart."""
+    low, high = axis.get_ylim()
+    at = -np.inf
+    for y, label, colour in sorted(
+        (points[-1][1], label, colour) for label, colour, points in lines if len(points)
+    ):
+        at = max(y, at + 0.075 * (high - low))
+        where = axis.get_yaxis_transform()  # x along the axis, y in the data's units
+        axis.text(1.02, at, label, transform=where, va="center", color=colour, fontsize=8)
+
+
+def _series(log: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
+    """(env steps, value) wherever a log has the number."""
+    points = [(line["env_steps"], line[name]) for line in log if line.get(name) is not None]
+    return [float(x) for x, _ in points], [float(y) for _, y in points]
+
+
+def _seed_series(log: list[dict[str, Any]], name: str) -> list[tuple[list[float], list[float]]]:
+    lines = [line for line in log if line.get(f"{name}/seeds")]
+    count = len(lines[0][f"{name}/seeds"]) if lines else 0
+    x = [float(line["env_steps"]) for line in lines]
+    return [(x, [np.nan if (y := line[f"{name}/seeds"][i]) is None else y for line in lines]) for i in range(count)]
+
+
+def _corner(figure: Figure, groups: Groups) -> None:
+    """What one must know to read or repeat the figure, small, below it."""
+    parts = []
+    for label, seeds in groups.items():
+        meta, (tasks, _) = seeds[0].meta, seeds[0].returns.shape
+        runs = f", {len(seeds)} seeds" if len(seeds) > 1 else ""
+        parts.append(f"{label}: {tasks} tasks{runs}, actions {meta.get('actions', '?')}")
+    commands = dict.fromkeys(str(seeds[0].meta.get("command", "")) for seeds in groups.values())
+    _write_corner(figure, "; ".join(parts) + "\n" + " · ".join(c for c in commands if c))
+
+
+def _write_corner(figure: Figure, text: str) -> None:
+    figure.supxlabel(text, fontsize=6, color="#888888", x=0.01, ha="left", wrap=True)

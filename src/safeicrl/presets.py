@@ -1,0 +1,82 @@
+"""Experiments by name: an environment, an algorithm's settings, and how long to train."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safeicrl.algos.api import Algorithm
+from safeicrl.algos.registry import algo_name, find_algo
+from safeicrl.config import env_from_plain, from_plain
+from safeicrl.envs.dark_room import SafeDarkRoom
+from safeicrl.errors import UserError, unknown_name
+from safeicrl.files import read_json
+from safeicrl.train import EvalConfig, TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """All that defines a training run."""
+
+    env: Any  # an Env
+    algo: Any  # the config of an algorithm
+    train: TrainConfig
+
+    def build(self) -> Algorithm:
+        """The algorithm on its environment, ready for `train`."""
+        algorithm, _ = find_algo(algo_name(self.algo))
+        return algorithm(self.env, self.algo)
+
+
+def load_experiment(folder: Path) -> Experiment:
+    """The experiment of a run's folder, from its config.json."""
+    path = folder / "config.json"
+    saved = read_json(path, "training run")
+    try:
+        return Experiment(
+            env=env_from_plain(saved["env"]["name"], saved["env"]["parameters"]),
+            algo=from_plain(find_algo(saved["algo"]["name"])[1], saved["algo"]["config"], "algo"),
+            train=from_plain(TrainConfig, saved["train"], "train"),
+        )
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path} is no training run: {error!r}") from None
+
+
+def preset(name: str) -> Experiment:
+    """The experiment called `name`."""
+    if name not in PRESETS:
+        raise unknown_name("preset", name, PRESETS)
+    return PRESETS[name]()
+
+
+def _darkroom() -> Experiment:
+    """The paper's room, for one GPU."""
+    from safeicrl.algos.scared import ScaredConfig
+
+    train = TrainConfig(minutes=15.0, evaluation=EvalConfig(every=100, tasks=500, rows=500))
+    return Experiment(env=SafeDarkRoom(), algo=ScaredConfig(), train=train)
+
+
+def _darkroom_small() -> Experiment:
+    """A 5×5 room in which in-context learning emerges on a laptop."""
+    from safeicrl.algos.scared import ScaredConfig
+    from safeicrl.nets.transformer import NetConfig
+    from safeicrl.optimisers.ppo import PPOConfig
+
+    env = SafeDarkRoom(
+        size=5, obstacles=6, max_steps=12, episodes=15, train_budget=(1.0, 6.0), test_budget=(1.0, 6.0)
+    )
+    algo = ScaredConfig(
+        iterations=190,
+        rows=128,
+        net=NetConfig(width=32, layers=2, heads=2, context=180, dtype="float32"),
+        ppo=PPOConfig(minibatch=32, discount=0.99),
+    )
+    train = TrainConfig(minutes=9.0, checkpoint_minutes=1.0, evaluation=EvalConfig(every=50, tasks=200))
+    return Experiment(env=env, algo=algo, train=train)
+
+
+PRESETS: dict[str, Callable[[], Experiment]] = {
+    "darkroom": _darkroom,
+    "darkroom-small": _darkroom_small,
+}

@@ -1,0 +1,69 @@
+"""Tables and figures from files on disk: results, training logs. Never imports jax."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+from safeicrl.errors import UserError
+from safeicrl.log import read_metrics
+from safeicrl.results import Results, load_results, summarise
+
+
+def summary_table(results: Sequence[Results], title: str | None = None) -> Table:
+    """One row an agent: total return, the last ten episodes, shares over budget, total return by budget."""
+    summaries = [summarise(result) for result in results]
+    first = summaries[0]
+    title = title or f"{first.tasks} unseen tasks, {first.episodes} episodes each"
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    table.add_column("agent")
+    for name in ("total return", "last ten", "over budget", "last ten"):
+        table.add_column(name, justify="right")
+    same_bins = all(summary.by_budget.keys() == first.by_budget.keys() for summary in summaries)
+    bins = list(first.by_budget) if same_bins else []
+    for name in bins:
+        table.add_column(f"δ {name}", justify="right", style="dim")
+    for result, summary in zip(results, summaries, strict=True):
+        table.add_row(
+            result.label,
+            f"{summary.total_return:.2f} ± {summary.total_return_error:.2f}",
+            f"{summary.last_return:.3f}",
+            f"{summary.over_budget:.2%}",
+            f"{summary.over_budget_last:.2%}",
+            *(f"{summary.by_budget[name]:.1f}" for name in bins),
+        )
+    return table
+
+
+def draw_all(files: Sequence[Path], out: Path, extension: str = "png") -> list[Path]:
+    """Every figure that the files have the numbers for; results of one name are its seeds, drawn as a band."""
+    from safeicrl import plots
+
+    runs, results = [], []
+    for file in files:
+        if file.is_dir() or file.suffix == ".jsonl":
+            path = file / "metrics.jsonl" if file.is_dir() else file
+            lines = read_metrics(path)
+            if not lines:
+                raise UserError(f"no training log at {path}")
+            runs.append((path.parent.name or str(path), lines, plots.command_of(path.parent)))
+        else:
+            results.append(load_results(file))
+    figures = {}
+    if results:
+        groups = group(results)
+        figures["episodes"] = plots.by_episode(groups)
+        figures["budgets"] = plots.by_budget(groups)
+        figures["over-budget"] = plots.over_budget(groups)
+    if runs:
+        figures["training"] = plots.training(runs)
+    return [plots.save(figure, out / f"{name}.{extension}") for name, figure in figures.items()]
+
+
+def group(results: Sequence[Results]) -> dict[str, list[Results]]:
+    """Results by label; several of one label are seeds of one agent."""
+    groups: dict[str, list[Results]] = {}
+    for result in results:
+        groups.setdefault(result.label, []).append(result)
+    return groups
