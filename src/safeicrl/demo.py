@@ -55,7 +55,7 @@ def contenders(env: SafeDarkRoom | None = None) -> list[Contender]:
     """The star first: the pretrained policy where it ships and the room is its own, else the explorer."""
     lines = [reference(name, env or SafeDarkRoom()) for name in ("explorer", "planner", "random")]
     if env is None and STAR in policy_names():
-        return [released(STAR), released(STAR, wipe=True), *lines]
+        return [released(STAR), *lines]
     return lines
 
 

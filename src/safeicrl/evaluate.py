@@ -41,7 +41,7 @@ def evaluate(
     Their budgets are `budget_count` distinct ones, uniform in the range `budgets` (the environment's test range
     by default) and used equally often. `episodes` is the environment's K by default. Tasks and budgets depend
     on `seed` alone, so two agents meet the same rooms. At most `rows` trials run at a time, which bounds the
-    memory; all chunks share one compilation. `segments` is `run_trials`'.
+    memory; all chunks share one compilation. `segments` is `run_trials`', for agents whose memory grows.
     """
     check_integer("tasks", tasks, 1)
     check_integer("rows", rows, 1)
@@ -54,6 +54,7 @@ def evaluate(
     sampled = _sample(env, check_split(split), jax.random.split(task_key, tasks))
     budget = grid[np.arange(tasks) * len(grid) // tasks]  # [task]: every budget equally often
     rows = min(rows, tasks)
+    segments = segments if _grows(agent, sampled, episodes * env.spec.max_steps) else 1
     parts = []
     for chunk, first in enumerate(range(0, tasks, rows)):
         # the last chunk is filled up from the start, so that every chunk has one shape
@@ -85,6 +86,13 @@ def budget_grid(low: float, high: float, count: int = 100) -> np.ndarray:
     if low > high:
         raise UserError(f"the budget range must rise, got {low} to {high}")
     return (low + (high - low) * (np.arange(count) + 0.5) / count).astype(np.float32)
+
+
+def _grows(agent: Agent, tasks: PyTree, steps: int) -> bool:
+    """Whether the agent's memory grows with a trial; only then are several segments worth their compilation."""
+    queue = jax.tree.map(lambda x: x[:1, None], tasks)
+    early, late = (eqx.filter_eval_shape(lambda n=n: agent.extend(agent.init(queue, 1), n)) for n in (1, steps))
+    return jax.tree.leaves(early) != jax.tree.leaves(late)
 
 
 @eqx.filter_jit

@@ -26,6 +26,7 @@ STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlelocation": "left",
+    "axes.titlesize": 10,
     "figure.constrained_layout.use": True,
     "font.size": 9,
     "grid.color": "#e6e6e6",
@@ -33,6 +34,7 @@ STYLE: dict[Any, Any] = {
 }
 
 
+@mpl.rc_context(STYLE)
 def by_episode(groups: Groups) -> Figure:
     """Question (i): episode return and cost against the episode index, mean and standard error."""
     figure, axes = _figure(1, 2, (8.4, 3.2))
@@ -50,6 +52,7 @@ def by_episode(groups: Groups) -> Figure:
     return figure
 
 
+@mpl.rc_context(STYLE)
 def by_budget(groups: Groups, bins: int = 12) -> Figure:
     """Question (ii): total return and the largest episode cost against the budget."""
     figure, axes = _figure(1, 2, (8.4, 3.2))
@@ -69,12 +72,14 @@ def by_budget(groups: Groups, bins: int = 12) -> Figure:
     low, high = next(iter(groups.values()))[0].budget_range
     axes[1].plot([low, high], [low, high], color="#bb0000", linewidth=1, linestyle=":")
     axes[1].annotate(
-        "the budget", (low, low), color="#bb0000", fontsize=8, xytext=(4, 8), textcoords="offset points"
-    )
+        "the budget", (high, high), color="#bb0000", fontsize=8, xytext=(-4, 2), textcoords="offset points",
+        ha="right", va="bottom",
+    )  # fmt: skip
     _corner(figure, groups)
     return figure
 
 
+@mpl.rc_context(STYLE)
 def over_budget(groups: Groups, bins: int = 12) -> Figure:
     """Share of episodes over their budget, against the episode index and against the budget."""
     figure, axes = _figure(1, 2, (8.4, 3.2))
@@ -96,6 +101,7 @@ def over_budget(groups: Groups, bins: int = 12) -> Figure:
     return figure
 
 
+@mpl.rc_context(STYLE)
 def training(runs: Sequence[tuple[str, list[dict[str, Any]], str]]) -> Figure:
     """Training curves against env steps: (name, lines of metrics.jsonl, command) per run."""
     figure, axes = _figure(2, 2, (8.4, 5.6))
@@ -148,9 +154,8 @@ def command_of(folder: Path) -> str:
 
 def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, np.ndarray]:
     """A figure of its own canvas: no window system, no global state."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=size)
-        return figure, np.asarray(figure.subplots(rows, columns))
+    figure = Figure(figsize=size)
+    return figure, np.asarray(figure.subplots(rows, columns))
 
 
 def _styled(groups: Groups) -> list[tuple[str, str, str, list[Results]]]:
@@ -229,9 +234,10 @@ def _corner(figure: Figure, groups: Groups) -> None:
     """What one must know to read or repeat the figure, small, below it."""
     parts = []
     for label, seeds in groups.items():
-        meta, (tasks, _) = seeds[0].meta, seeds[0].returns.shape
-        runs = f", {len(seeds)} seeds" if len(seeds) > 1 else ""
-        parts.append(f"{label}: {tasks} tasks{runs}, actions {meta.get('actions', '?')}")
+        what = [f"{seeds[0].returns.shape[0]} tasks"]
+        what += [f"{len(seeds)} seeds"] if len(seeds) > 1 else []
+        what += [f"actions {actions}"] if (actions := seeds[0].meta.get("actions")) else []
+        parts.append(f"{label}: {', '.join(what)}")
     commands = dict.fromkeys(str(seeds[0].meta.get("command", "")) for seeds in groups.values())
     _write_corner(figure, "; ".join(parts) + "\n" + " · ".join(c for c in commands if c))
 

@@ -12,27 +12,22 @@ from safeicrl.results import Results, load_results, summarise
 
 
 def summary_table(results: Sequence[Results], title: str | None = None) -> Table:
-    """One row an agent: total return, the last ten episodes, shares over budget, total return by budget."""
+    """One column an agent: total return, the last ten episodes, shares over budget, total return by budget."""
     summaries = [summarise(result) for result in results]
     first = summaries[0]
     title = title or f"{first.tasks} unseen tasks, {first.episodes} episodes each"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    table.add_column("agent")
-    for name in ("total return", "last ten", "over budget", "last ten"):
-        table.add_column(name, justify="right")
-    same_bins = all(summary.by_budget.keys() == first.by_budget.keys() for summary in summaries)
-    bins = list(first.by_budget) if same_bins else []
-    for name in bins:
-        table.add_column(f"δ {name}", justify="right", style="dim")
-    for result, summary in zip(results, summaries, strict=True):
-        table.add_row(
-            result.label,
-            f"{summary.total_return:.2f} ± {summary.total_return_error:.2f}",
-            f"{summary.last_return:.3f}",
-            f"{summary.over_budget:.2%}",
-            f"{summary.over_budget_last:.2%}",
-            *(f"{summary.by_budget[name]:.1f}" for name in bins),
-        )
+    table.add_column("")
+    for result in results:
+        table.add_column(result.label, justify="right")
+    row = lambda name, form: table.add_row(name, *(form(summary) for summary in summaries))  # noqa: E731
+    row(f"total return of {first.episodes}", lambda s: f"{s.total_return:.2f} ± {s.total_return_error:.2f}")
+    row("return in the last ten", lambda s: f"{s.last_return:.3f}")
+    row("episodes over budget", lambda s: f"{s.over_budget:.2%}")
+    row("  in the last ten", lambda s: f"{s.over_budget_last:.2%}")
+    if all(summary.by_budget.keys() == first.by_budget.keys() for summary in summaries):
+        for name in first.by_budget:
+            row(f"total return, budget {name}", lambda s, name=name: f"{s.by_budget[name]:.1f}")
     return table
 
 
