@@ -5,8 +5,10 @@ A mistake in what was asked for is one line on stderr and exit code 2; a traceba
 
 import contextlib
 import dataclasses
+import difflib
 import io
 import json
+import os
 import re
 import sys
 import time
@@ -42,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read our output has seen enough (safeicrl list | head)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -189,6 +193,8 @@ def plot(args: list[str]) -> None:
     from safeicrl.report import draw_all
 
     asked = _parse("plot", Plot, args)
+    if not asked.files:
+        raise UserError("plot needs results files or run folders, e.g. safeicrl plot results.npz runs/my-run")
     for path in draw_all(asked.files, asked.out, asked.format):
         print(path)
 
@@ -266,7 +272,9 @@ def _parse(command: str, form: type[T], args: list[str]) -> T:
         name = unknown[0].split("=")[0]
         if not name.startswith("-"):
             raise UserError(f"unexpected argument {name!r}; see safeicrl {command} --help")
-        raise unknown_name("option", name, [f"--{flag}" for flag in _flags(form)])
+        near = difflib.get_close_matches(name, [f"--{flag}" for flag in _flags(form)], n=1)
+        hint = f"did you mean {near[0]}?" if near else f"see safeicrl {command} --help"
+        raise UserError(f"unknown option {name}; {hint}")
     return asked
 
 
@@ -274,7 +282,8 @@ def _one_line(text: str) -> str:
     """What a boxed message says, without the box, its title and the advice below it."""
     lines = [re.sub(r"^[│\s]+|[│\s]+$", "", line) for line in text.splitlines()]
     body = [line for line in lines if line and not re.match(r"^[╭╰─]", line)]
-    end = next((i for i, line in enumerate(body) if line.startswith("For full helptext")), len(body))
+    advice = ("For full helptext", "Argument helptext")
+    end = next((i for i, line in enumerate(body) if line.startswith(advice)), len(body))
     return " ".join(body[:end]) or "these options cannot be understood"
 
 

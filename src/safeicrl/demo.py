@@ -100,4 +100,4 @@ def _say_where(console: Console, out: Path, files: list[Path]) -> None:
     for path in files:
         if path.suffix in (".png", ".gif"):
             console.print(f"  {path.name}", highlight=False)
-    console.print(f"Results as npz + JSON beside them; draw them again with: safeicrl plot {out}/*.npz")
+    console.print(f"and the results (npz + JSON): safeicrl plot {out}/*.npz draws them again", soft_wrap=True)
