@@ -88,7 +88,7 @@ def test_the_planner_plays_the_optimum(solved):
 
 
 def known_when_entered(trials, start: int, size: int):
-    """For each step: was the cell it led to known, from steps of the same trial or as the start cell? [row, time]"""
+    """[row, time]: was the cell that a step led to known from earlier steps, or as the start cell?"""
     cell = trials.final_observation @ np.array([size, 1])
     answer = np.ones(cell.shape, bool)
     for row in range(len(cell)):

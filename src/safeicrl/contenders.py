@@ -11,8 +11,8 @@ from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.errors import UserError, unknown_name
 from safeicrl.evaluate import with_options
 from safeicrl.policy import load_policy
-from safeicrl.reference import ExplorerAgent, PlannerAgent
-from safeicrl.trial import Agent, RandomAgent
+from safeicrl.reference import ExplorerAgent, PlannerAgent, RandomAgent
+from safeicrl.trial import Agent
 
 
 @dataclass(frozen=True, kw_only=True)
