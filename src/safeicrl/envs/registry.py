@@ -5,11 +5,18 @@ from collections.abc import Callable
 from typing import Any
 
 from safeicrl.envs.api import Env
+from safeicrl.envs.dark_mujoco import SafeDarkCar, SafeDarkPoint
 from safeicrl.envs.dark_room import SafeDarkRoom
+from safeicrl.envs.safe_velocity import SafeVelocityAnt, SafeVelocityHalfCheetah
 from safeicrl.errors import UserError, unknown_name
 
 ENVS: dict[str, Callable[..., Env]] = {
     "safe-dark-room": SafeDarkRoom,
+    # These import MuJoCo, an optional dependency, only when one is built.
+    "safe-dark-point": SafeDarkPoint,
+    "safe-dark-car": SafeDarkCar,
+    "safe-velocity-half-cheetah": SafeVelocityHalfCheetah,
+    "safe-velocity-ant": SafeVelocityAnt,
 }
 
 

@@ -1,0 +1,384 @@
+"""One physics function, three engines: `step(job, state, ctrl)`, state in, state out.
+
+- `c`: C MuJoCo through `mujoco.batch`, every world of a vmapped step in one host callback, on all cores. Always
+  computes in double precision; what passes through JAX has JAX's precision.
+- `mjx`: MuJoCo in JAX, for thousands of worlds on an accelerator.
+- `planar`: Point's dynamics in closed form, for Point only.
+
+`auto` picks one by robot, device and number of worlds: see `AUTO`. A world that turns non-finite is held in its
+last good state and flagged; the others go on.
+"""
+
+import functools
+import importlib.util
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from safeicrl.envs import models
+from safeicrl.envs.api import record, replace
+from safeicrl.errors import UserError, check_integer, unknown_name
+
+if TYPE_CHECKING:
+    import mujoco.batch
+
+# Fewest worlds from which `auto` prefers an engine on an accelerator; `c` below the first. On a CPU `auto` is
+# `planar` for Point and `c` for the rest. Measured by bench/physics.py, table in docs/mujoco.md; assign to
+# change.
+AUTO: dict[str, dict[str, int]] = {
+    "point": {"planar": 1},
+    "car": {},
+    "half_cheetah": {},
+    "ant": {},
+}
+AUTO_CPU: dict[str, str] = {"point": "planar", "car": "c", "half_cheetah": "c", "ant": "c"}
+
+TOO_LARGE = 1e10  # a coordinate or velocity beyond this has diverged; MuJoCo's own limit
+
+
+@record
+class PhysicsState:
+    """All a world needs to go on from where it is."""
+
+    qpos: jax.Array  # [nq]
+    qvel: jax.Array  # [nv]
+    warmstart: jax.Array  # [nv] the solver's first guess of the accelerations
+    # [2] the main body's xy when the engine last evaluated it. Under RK4 that is the integrator's last stage,
+    # not `qpos`, and the original measures Ant's velocity between two of these.
+    anchor: jax.Array
+
+
+@record
+class Motion:
+    """What `step` returns: the world after each of the job's `repeats`."""
+
+    states: PhysicsState  # [repeats, ...]; held at the last good one where `failed`
+    failed: jax.Array  # [repeats] bool: diverged here or before
+
+
+@record
+class RobotState:
+    """A world within an episode: the state of every MuJoCo environment."""
+
+    physics: PhysicsState
+    time: jax.Array  # [] int32, steps taken in this episode
+    failed: jax.Array  # [] bool: the physics diverged, which ended the episode
+
+    @classmethod
+    def start(cls, qpos: jax.Array, qvel: jax.Array) -> "RobotState":
+        """The first state of an episode."""
+        qpos, qvel = jnp.asarray(qpos, float), jnp.asarray(qvel, float)
+        physics = PhysicsState(qpos=qpos, qvel=qvel, warmstart=jnp.zeros_like(qvel), anchor=qpos[:2])
+        return cls(physics=physics, time=jnp.int32(0), failed=jnp.bool_(False))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to advance, by how much and with what: `repeats` times `substeps` physics steps."""
+
+    robot: str
+    substeps: int
+    repeats: int = 1
+    engine: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_integer("substeps", self.substeps, 1)
+        check_integer("repeats", self.repeats, 1)
+        check_engine(self.robot, self.engine)
+
+
+def step(job: Job, state: PhysicsState, ctrl: jax.Array) -> Motion:
+    """Advance one world under constant `ctrl` [nu]; vmap it as you like, the engine sees one flat batch."""
+    one_world = jax.tree.map(lambda x: x[None], (state, ctrl))
+    return jax.tree.map(lambda x: x[0], _batched(job)(*one_world))
+
+
+def check_engine(robot: str, engine: str) -> None:
+    """Raise unless `engine` exists, is installed and can move `robot`."""
+    if engine not in ("auto", *ENGINES):
+        raise unknown_name("engine", engine, ("auto", *ENGINES))
+    if engine == "planar" and robot != "point":
+        raise UserError(f"engine 'planar' knows only the robot 'point', got {robot!r}")
+    models.load(robot)
+    if engine == "mjx" and importlib.util.find_spec("mujoco.mjx") is None:
+        raise UserError("engine 'mjx' needs mujoco-mjx: pip install 'safeicrl[mujoco]'")
+
+
+def resolve_engine(job: Job, worlds: int, platform: str) -> str:
+    """The engine that moves `worlds` worlds of this job on a JAX platform ('cpu', 'gpu', 'tpu')."""
+    if job.engine != "auto":
+        return job.engine
+    if platform == "cpu":
+        return AUTO_CPU[job.robot]
+    fitting = {least: engine for engine, least in AUTO[job.robot].items() if worlds >= least}
+    return fitting[max(fitting)] if fitting else "c"
+
+
+@functools.cache
+def _batched(job: Job) -> Callable[[PhysicsState, jax.Array], Motion]:
+    """`step` over [worlds, ...]. Nested vmaps are flattened into that one axis before an engine is chosen."""
+
+    @jax.custom_batching.custom_vmap
+    def advance(state: PhysicsState, ctrl: jax.Array) -> Motion:
+        engine = resolve_engine(job, len(ctrl), jax.default_backend())
+        return ENGINES[engine](job, state, ctrl)
+
+    @advance.def_vmap
+    def rule(size: int, is_batched: Any, *arguments: Any) -> tuple[Motion, Any]:
+        def flatten(x: jax.Array, has_axis: bool) -> jax.Array:
+            x = x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
+            return x.reshape(-1, *x.shape[2:])
+
+        motion = advance(*jax.tree.map(flatten, arguments, tuple(is_batched)))
+        motion = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), motion)
+        return motion, jax.tree.map(lambda _: True, motion)
+
+    return advance
+
+
+# ------------------------------------------------------------------------------------- failures and threads
+
+
+_failures = 0
+_threads = 0
+
+
+def failures() -> int:
+    """How many times a world diverged in this process and its episode was ended (engines `c` and `mjx`)."""
+    return _failures
+
+
+def _count(failed: Any) -> Any:
+    """Report worlds that diverged in this step; [worlds, repeats] → the same."""
+    global _failures
+    failed = np.asarray(failed)
+    count = int(failed[:, -1].sum())
+    if count:
+        _failures += count
+        warnings.warn(
+            f"{count} of {len(failed)} MuJoCo worlds diverged; their episodes ended and the others go on "
+            f"({_failures} so far)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return failed
+
+
+def set_threads(count: int) -> None:
+    """Use `count` threads for engine `c`; 0, the default, means every core this process may run on."""
+    global _threads
+    _threads = check_integer("threads", count, 0)
+
+
+def threads() -> int:
+    """How many threads engine `c` uses."""
+    return _threads or len(os.sched_getaffinity(0))
+
+
+# ------------------------------------------------------------------------------------------- engine: C MuJoCo
+
+
+_lock = threading.Lock()  # JAX may call back from several threads; a Batch serves one at a time
+
+
+@functools.lru_cache(maxsize=8)
+def _batch(robot: str, worlds: int, thread_count: int) -> "mujoco.batch.Batch":
+    import mujoco.batch
+
+    return mujoco.batch.Batch(models.load(robot), worlds, thread_count)
+
+
+def _advance_c(job: Job, state: PhysicsState, ctrl: jax.Array) -> Motion:
+    def shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((len(x), job.repeats, *x.shape[1:]), x.dtype)
+
+    failed: Any = jax.ShapeDtypeStruct((len(ctrl), job.repeats), bool)
+    result = Motion(states=jax.tree.map(shape, state), failed=failed)
+    return jax.pure_callback(functools.partial(_advance_host, job), result, state, ctrl)
+
+
+def _advance_host(job: Job, state: PhysicsState, ctrl: jax.Array) -> Motion:
+    """The callback: [worlds, ...] → [worlds, repeats, ...], in NumPy."""
+    import mujoco
+
+    start, controls = jax.tree.map(np.asarray, state), np.asarray(ctrl)
+    worlds, model = len(controls), models.load(job.robot)
+    rk4 = model.opt.integrator == mujoco.mjtIntegrator.mjINT_RK4
+    out = jax.tree.map(lambda x: np.empty((worlds, job.repeats, *x.shape[1:]), x.dtype), start)
+    failed = np.zeros((worlds, job.repeats), bool)
+    bad = _diverged(np, start.qpos, start.qvel) | ~np.isfinite(controls).all(-1)
+    with _lock:
+        batch = _batch(job.robot, worlds, threads())
+        fields = {"qpos": batch.bind("qpos"), "qvel": batch.bind("qvel")}
+        fields["warmstart"] = batch.bind("qacc_warmstart")
+        anchor = batch.bind("xpos")[:, 1] if rk4 else fields["qpos"]
+        for name, field in fields.items():
+            field[:] = getattr(start, name)
+        _park(fields, bad, model)
+        batch.bind("ctrl")[:] = np.where(bad[:, None], 0.0, controls)
+        for i in range(job.repeats):
+            bad |= _run(batch, job.substeps)
+            bad |= _diverged(np, fields["qpos"], fields["qvel"])
+            failed[:, i] = bad
+            for name, field in (*fields.items(), ("anchor", anchor[:, :2])):
+                getattr(out, name)[:, i] = field
+                if bad.any():
+                    before = getattr(out, name)[:, i - 1] if i else getattr(start, name)
+                    getattr(out, name)[bad, i] = before[bad]
+            _park(fields, bad, model)
+    return Motion(states=out, failed=_count(failed))
+
+
+def _run(batch: "mujoco.batch.Batch", substeps: int) -> np.ndarray:
+    """Step all worlds; which of them MuJoCo raised an error in, [worlds]."""
+    import mujoco.batch
+
+    broken = np.zeros(batch.nsim, bool)
+    try:
+        batch.step(nstep=substeps)
+    except mujoco.batch.SimulationError as error:
+        broken[error.ids] = True
+    return broken
+
+
+def _park(fields: dict[str, np.ndarray], bad: np.ndarray, model: "mujoco.MjModel") -> None:
+    """Put failed worlds into the rest pose, so that MuJoCo does not compute with what broke them."""
+    if bad.any():
+        fields["qpos"][bad] = model.qpos0
+        fields["qvel"][bad] = 0.0
+        fields["warmstart"][bad] = 0.0
+
+
+def _diverged(xp: Any, qpos: Any, qvel: Any) -> Any:
+    """Which worlds left the numbers MuJoCo can compute with; `xp` is NumPy or jax.numpy. [worlds]."""
+    return ~((xp.abs(qpos) < TOO_LARGE).all(-1) & (xp.abs(qvel) < TOO_LARGE).all(-1))  # NaN compares false
+
+
+# --------------------------------------------------------------------------------------- engines in JAX
+
+
+def _repeat(
+    job: Job, advance: Callable[[PhysicsState], PhysicsState], state: PhysicsState, ctrl: jax.Array
+) -> Motion:
+    """Run `advance` (one env step of all worlds) `repeats` times and hold the worlds that diverge."""
+
+    def hold(failed: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+        return jnp.where(failed[:, None], old, new)
+
+    def body(carry: tuple[PhysicsState, jax.Array], _: None) -> Any:
+        old, failed = carry
+        new = advance(old)
+        failed = failed | _diverged(jnp, new.qpos, new.qvel)
+        new = jax.tree.map(functools.partial(hold, failed), old, new)
+        return (new, failed), (new, failed)
+
+    failed = _diverged(jnp, state.qpos, state.qvel) | ~jnp.isfinite(ctrl).all(-1)
+    _, (states, failed) = jax.lax.scan(body, (state, failed), length=job.repeats)
+    states, failed = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), (states, failed))
+    return Motion(states=states, failed=failed)
+
+
+def _advance_mjx(job: Job, state: PhysicsState, ctrl: jax.Array) -> Motion:
+    """MJX, one world at a time under vmap."""
+    from mujoco import mjx
+
+    model, blank = _mjx_model(job.robot, state.qpos.dtype)
+
+    def one_world(state: PhysicsState, ctrl: jax.Array) -> PhysicsState:
+        data = blank.replace(qpos=state.qpos, qvel=state.qvel, qacc_warmstart=state.warmstart, ctrl=ctrl)
+        data = jax.lax.fori_loop(0, job.substeps, lambda _, d: mjx.step(model, d), data)
+        return PhysicsState(qpos=data.qpos, qvel=data.qvel, warmstart=data.qacc_warmstart, anchor=data.qpos[:2])
+
+    motion = _repeat(job, lambda s: jax.vmap(one_world)(s, ctrl), state, ctrl)
+    shape = jax.ShapeDtypeStruct(motion.failed.shape, bool)
+    # Through the host, a few bytes a world, so that failures are counted and reported here as well.
+    return replace(motion, failed=jax.pure_callback(_count, shape, motion.failed))
+
+
+@functools.cache
+def _mjx_model(robot: str, dtype: Any) -> tuple[Any, Any]:
+    """MJX's model and an empty data record, in the precision in force; `dtype` only tells the cache which."""
+    from mujoco import mjx
+
+    with jax.ensure_compile_time_eval():
+        model = mjx.put_model(models.load(robot))
+        return model, mjx.make_data(model)
+
+
+def _advance_planar(job: Job, state: PhysicsState, ctrl: jax.Array) -> Motion:
+    """Point as a planar rigid body: a thrust along its nose, a saturating yaw servo, linear damping.
+
+    Its floor contact has a zero normal force and does nothing. MuJoCo's Euler step solves (M + hD) v̇ = forces
+    with damping implicit and everything else explicit, then moves qpos with the new velocity.
+    """
+    point = _point_constants()
+
+    def substep(_: int, state: PhysicsState) -> PhysicsState:
+        (x_rate, y_rate, yaw_rate), yaw = jnp.moveaxis(state.qvel, -1, 0), state.qpos[:, 2]
+        cos, sin = jnp.cos(yaw), jnp.sin(yaw)
+        thrust = point.gear * jnp.clip(ctrl[:, 0], -point.force, point.force)
+        turn = jnp.clip(jnp.clip(ctrl[:, 1], -1, 1) - point.gear * yaw_rate, -point.force, point.force)
+        pull = thrust + point.lever * yaw_rate**2  # along the nose: thrust and the mass centre's centrifugal
+        force_x = pull * cos - point.drag * x_rate
+        force_y = pull * sin - point.drag * y_rate
+        torque = point.gear * turn - point.yaw_drag * yaw_rate
+        # M + hD = [[a, 0, −l sin], [0, a, l cos], [−l sin, l cos, b]], solved for the yaw first
+        a, lever = point.mass + point.timestep * point.drag, point.lever
+        b = point.inertia + point.timestep * point.yaw_drag
+        yaw_acc = (torque - lever * (cos * force_y - sin * force_x) / a) / (b - lever**2 / a)
+        x_acc = (force_x + lever * sin * yaw_acc) / a
+        y_acc = (force_y - lever * cos * yaw_acc) / a
+        acceleration = jnp.stack([x_acc, y_acc, yaw_acc], axis=-1)
+        qvel = state.qvel + point.timestep * acceleration
+        qpos = state.qpos + point.timestep * qvel
+        return PhysicsState(qpos=qpos, qvel=qvel, warmstart=state.warmstart, anchor=qpos[:, :2])
+
+    return _repeat(job, lambda s: jax.lax.fori_loop(0, job.substeps, substep, s), state, ctrl)
+
+
+@dataclass(frozen=True)
+class _Point:
+    timestep: float
+    mass: float
+    lever: float  # mass times the mass centre's distance from the yaw axis
+    inertia: float  # about the yaw axis
+    drag: float
+    yaw_drag: float
+    gear: float  # of both actuators
+    force: float  # both saturate here, before the gear
+
+
+@functools.cache
+def _point_constants() -> _Point:
+    model = models.load("point")
+    mass, centre = float(model.body_mass[1]), float(model.body_ipos[1, 0])
+    import mujoco
+
+    data = mujoco.MjData(model)
+    mujoco.mj_forward(model, data)
+    full = np.zeros((model.nv, model.nv))
+    mujoco.mj_fullM(model, data, full)
+    return _Point(
+        timestep=float(model.opt.timestep),
+        mass=mass,
+        lever=mass * centre,
+        inertia=float(full[2, 2]),
+        drag=float(model.dof_damping[0]),
+        yaw_drag=float(model.dof_damping[2]),
+        gear=float(model.actuator_gear[0, 0]),
+        force=float(model.actuator_forcerange[0, 1]),
+    )
+
+
+ENGINES: dict[str, Callable[[Job, PhysicsState, jax.Array], Motion]] = {
+    "c": _advance_c,
+    "mjx": _advance_mjx,
+    "planar": _advance_planar,
+}
