@@ -7,6 +7,7 @@ idling. Two kinds of boundary are kept apart everywhere: an episode ends (`termi
 ends (its K-th episode ended).
 """
 
+import itertools
 from typing import Any, Protocol
 
 import equinox as eqx
@@ -14,40 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from safeicrl.envs.api import Box, Discrete, Env, EnvSpec, Key, PyTree, Split, record, replace
+from safeicrl.envs.api import Env, Key, PyTree, Split, record, replace
 from safeicrl.errors import UserError, check_budget
-
-
-@record
-class Token:
-    """All an agent is told at one step; [row] here, [row, time] in a `Trials` record.
-
-    The last transition is whole (previous observation, action, reward, cost): the observation that ended an
-    episode is replaced by the next episode's first, so without `previous` nobody could tell where the goal was.
-    `time` and `episode` say where in the trial the token stands; they serve as its position.
-    """
-
-    observation: jax.Array  # [row, obs]
-    previous: jax.Array  # [row, obs] the observation before; of a trial's first token: the same again
-    action: jax.Array  # [row] int32, −1 at a trial's first token; or [row, act], zeros there
-    reward: jax.Array  # [row] of the last step
-    cost: jax.Array  # [row] of the last step
-    ctg: jax.Array  # [row] δ − cost of this episode so far; negative once the budget is broken
-    start: jax.Array  # [row] bool: first step of an episode
-    time: jax.Array  # [row] int32, steps taken in this episode
-    episode: jax.Array  # [row] int32, episodes finished in this trial
-
-    @property
-    def first(self) -> jax.Array:
-        """[row] bool: first step of a trial, where an agent forgets everything."""
-        return self.start & (self.episode == 0)
+from safeicrl.tokens import Token, first_token, next_token, usable_budget
 
 
 class Agent(Protocol):
     """Anything that acts in trials: a frozen policy, the policy in training, a planner. A pytree."""
 
-    def init(self, tasks: PyTree, steps: int) -> PyTree:
-        """Memory for the rows of `tasks` ([row, queue]). Only reference agents look at the tasks."""
+    def init(self, tasks: PyTree, rows: int) -> PyTree:
+        """Memory for `rows` rows. Only reference agents look at the tasks ([row, queue])."""
         ...
 
     def extend(self, memory: PyTree, steps: int) -> PyTree:
@@ -70,6 +47,7 @@ class Trials:
     final_observation: jax.Array  # what the step led to, before any reset
     terminated: jax.Array
     truncated: jax.Array
+    trial_done: jax.Array  # bool: the step ended the trial's last episode
     trial: jax.Array  # int32, place in the row's queue
     valid: jax.Array  # bool: false once the row's queue is empty
     extras: PyTree  # whatever the agent recorded
@@ -97,7 +75,7 @@ def _running_sum(values: jax.Array, start: jax.Array) -> jax.Array:
         (a, a_start), (b, b_start) = left, right
         return jnp.where(b_start, b, a + b), a_start | b_start
 
-    return jax.lax.associative_scan(combine, (values, start), axis=-1)[0]
+    return jax.lax.associative_scan(combine, (values, start), axis=values.ndim - 1)[0]
 
 
 @record
@@ -111,9 +89,7 @@ class _Row:
     over: jax.Array
 
 
-def sample_queue(
-    env: Env, split: Split, budgets: tuple[float, float], shape: tuple[int, ...], key: Key
-) -> tuple:
+def sample_queue(env: Env, split: Split, budgets: tuple[float, float], shape: tuple[int, ...], key: Key) -> tuple:
     """Tasks of `split` and budgets uniform in a range, both of leading `shape`."""
     task_key, budget_key = jax.random.split(key)
     keys = jax.random.split(task_key, shape)
@@ -121,46 +97,6 @@ def sample_queue(
     for _ in shape:
         sample = jax.vmap(sample)
     return sample(keys), jax.random.uniform(budget_key, shape, minval=budgets[0], maxval=budgets[1])
-
-
-def usable_budget(budget: jax.Array, spec: EnvSpec) -> jax.Array:
-    """The budget rounded down to a whole number of cost units: the same constraint, fewer values to learn."""
-    return jnp.floor(budget / spec.cost_unit + 1e-4) * spec.cost_unit if spec.cost_unit else budget
-
-
-def first_token(spec: EnvSpec, observation: jax.Array, budget: jax.Array) -> Token:
-    """The first token of a trial, one row."""
-    no_action = jnp.int32(-1) if isinstance(spec.action, Discrete) else jnp.zeros(spec.action.size)
-    zero = jnp.float32(0)
-    return Token(
-        observation=observation,
-        previous=observation,
-        action=no_action,
-        reward=zero,
-        cost=zero,
-        ctg=budget,
-        start=jnp.array(True),
-        time=jnp.int32(0),
-        episode=jnp.int32(0),
-    )
-
-
-def next_token(
-    token: Token, observation: jax.Array, action: jax.Array, reward: jax.Array, cost: jax.Array,
-    done: jax.Array, budget: jax.Array,
-) -> Token:  # fmt: skip
-    """The token after a step; `observation` is the new episode's first one when `done`. Any batch shape."""
-    return Token(
-        observation=observation,
-        previous=token.observation,
-        action=action,
-        reward=reward,
-        cost=cost,
-        ctg=jnp.where(done, budget, token.ctg - cost),
-        start=done,
-        time=jnp.where(done, 0, token.time + 1),
-        episode=token.episode + done,
-    )
 
 
 @eqx.filter_jit
@@ -184,7 +120,7 @@ def run_trials(
     rows, queue = budgets.shape
     reset_key, scan_key = jax.random.split(key)
     carry = jax.vmap(_enter, (None, 0, 0, 0))(env, tasks, budgets, jax.random.split(reset_key, rows))
-    memory = agent.init(tasks, steps)
+    memory = agent.init(tasks, rows)
 
     def step(carry: tuple, key: Key) -> tuple:
         row, memory = carry
@@ -194,13 +130,13 @@ def run_trials(
         row, played = jax.vmap(advance)(row, action, tasks, budgets, jax.random.split(env_key, rows))
         return (row, memory), replace(played, extras=extras)
 
-    parts = []
+    parts: list[Trials] = []
     keys = jax.random.split(scan_key, steps)
     bounds = np.linspace(0, steps, segments + 1).astype(int)
-    for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for begin, end in itertools.pairwise(bounds):
         memory = agent.extend(memory, int(end))
-        (carry, memory), part = jax.lax.scan(step, (carry, memory), keys[begin:end])
-        parts.append(part)
+        (carry, memory), played = jax.lax.scan(step, (carry, memory), keys[begin:end])  # type: ignore[var-annotated]
+        parts.append(played)
     trials = jax.tree.map(lambda *x: jnp.concatenate(x), *parts) if segments > 1 else parts[0]
     return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), trials)
 
@@ -226,12 +162,13 @@ def _advance(
     task = jax.tree.map(lambda x: x[row.trial], tasks)
     state, step = env.step(step_key, row.state, action, task)
     done = step.terminated | step.truncated
+    trial_done = done & (row.token.episode + 1 >= episodes)
     played = Trials(
         token=row.token, action=action, reward=step.reward, cost=step.cost, final_observation=step.observation,
-        terminated=step.terminated, truncated=step.truncated, trial=row.trial, valid=~row.over, extras=None,
+        terminated=step.terminated, truncated=step.truncated, trial_done=trial_done, trial=row.trial,
+        valid=~row.over, extras=None,
     )  # fmt: skip
 
-    trial_done = done & (row.token.episode + 1 >= episodes)
     trial = jnp.minimum(row.trial + trial_done, queue - 1)
     over = row.over | (trial_done & (row.trial + 1 >= queue))
     budget = budgets[trial]
@@ -276,25 +213,3 @@ def check_trials(env: Env, budgets: Any, episodes: int) -> None:
     check_budget(budgets)
     if episodes < 1:
         raise UserError(f"episodes must be an integer ≥ 1, got {episodes}")
-
-
-class RandomAgent(eqx.Module):
-    """Uniform random actions: the lowest reference line."""
-
-    action: Discrete | Box = eqx.field(static=True)
-
-    def init(self, tasks: PyTree, steps: int) -> PyTree:
-        """No memory."""
-        return None
-
-    def extend(self, memory: PyTree, steps: int) -> PyTree:
-        """No memory."""
-        return memory
-
-    def act(self, memory: PyTree, token: Token, key: Key) -> tuple[PyTree, jax.Array, PyTree]:
-        """A uniform action for each row."""
-        rows = token.reward.shape
-        if isinstance(self.action, Discrete):
-            return memory, jax.random.randint(key, rows, 0, self.action.n), None
-        shape = (*rows, self.action.size)
-        return memory, jax.random.uniform(key, shape, minval=self.action.low, maxval=self.action.high), None

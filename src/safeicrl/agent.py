@@ -1,0 +1,40 @@
+"""The policy network as an agent: sampled, tempered or greedy; with its context or without."""
+
+import equinox as eqx
+import jax
+
+from safeicrl.envs.api import Key, PyTree
+from safeicrl.nets.heads import Distribution, PolicyNet
+from safeicrl.nets.transformer import Cache
+from safeicrl.tokens import Token
+
+
+class NetAgent(eqx.Module):
+    """Acts by the network on everything it has seen in the trial."""
+
+    net: PolicyNet
+    temperature: float = eqx.field(static=True, default=1.0)  # 0: greedy
+    wipe: bool = eqx.field(static=True, default=False)  # forget at every episode: what is the context worth?
+
+    def init(self, tasks: PyTree, rows: int) -> Cache:
+        """An empty context."""
+        return self.net.trunk.init_cache(rows, 0)
+
+    def extend(self, memory: Cache, steps: int) -> Cache:
+        """Room for `steps` tokens, at most the network's context."""
+        return self.net.trunk.extend_cache(memory, steps)
+
+    def act(self, memory: Cache, token: Token, key: Key) -> tuple[Cache, jax.Array, PyTree]:
+        """Read the tokens, choose the actions, and record their log-probabilities under the policy acted by."""
+        memory, policy = self.policy(memory, token)
+        if self.temperature == 0:
+            return memory, policy.mode(), None
+        policy = policy if self.temperature == 1 else policy.tempered(self.temperature)
+        action = policy.sample(key)
+        return memory, action, {"log_prob": policy.log_prob(action)}
+
+    def policy(self, memory: Cache, token: Token) -> tuple[Cache, Distribution]:
+        """π(· | history) for the newest token of each row."""
+        fresh = token.start if self.wipe else token.first
+        memory, features = self.net.trunk.step(memory, token, fresh)
+        return memory, self.net.distribution(features)

@@ -1,0 +1,128 @@
+"""SCARED: Safe Contextual Adaptive Reinforcement via Exact-penalty Dual.
+
+One iteration is the paper's Eq. 6, sampled: play trials of fresh tasks, each with its own budget; improve
+L_Σ(π, λ) with a policy optimiser; move λ by the worst violation of the policy that played (penalty.py).
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from safeicrl.envs.api import Env, Key, PyTree, record
+from safeicrl.errors import UserError, check_integer, check_number
+from safeicrl.nets.attention import MAX_TRIALS
+from safeicrl.nets.transformer import NetConfig
+from safeicrl.optimisers.ppo import PPO, PPOConfig
+from safeicrl.penalty import PenaltyConfig, collect_costs, over_by_bin, update_multiplier
+from safeicrl.trial import Agent, Trials, run_trials, sample_queue
+
+
+@dataclass(frozen=True)
+class ScaredConfig:
+    """All of SCARED's settings."""
+
+    iterations: int = 600
+    rows: int = 512  # rows of trials an iteration
+    queue: int = 4  # trials a row can hold; those that do not fit are cut
+    episodes: int | None = None  # K; None: the environment's
+    steps: int | None = None  # tokens in a row; None: a whole trial's worth
+    segments: int = 6  # stages in which the KV cache grows while acting
+    budget_power: float = 1.5  # budgets are low + (high − low) u^power: > 1 practises small ones more
+    net: NetConfig = field(default_factory=NetConfig)
+    penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
+    optimiser: Literal["ppo"] = "ppo"
+    ppo: PPOConfig = field(default_factory=PPOConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("iterations", "rows", "queue", "segments"):
+            check_integer(name, getattr(self, name), 1)
+        check_number("budget_power", self.budget_power, 0.0, strict=True)
+        if self.queue > MAX_TRIALS:
+            raise UserError(f"queue must be at most {MAX_TRIALS}, got {self.queue}")
+
+
+@record
+class ScaredState:
+    """Everything that changes in training."""
+
+    optimiser: PyTree
+    multiplier: jax.Array  # [] λ, or [episode] in the naive ablation
+    iteration: jax.Array  # []
+    key: Key
+
+
+class Scared:
+    """The algorithm, as the trainer sees it."""
+
+    def __init__(self, env: Env, config: ScaredConfig):
+        self.env, self.config = env, config
+        self.episodes = config.episodes or env.spec.episodes
+        self.steps = config.steps or self.episodes * env.spec.max_steps
+        self.edges = budget_edges(*env.spec.train_budget)
+        self.optimiser = PPO(
+            env, config.net, config.penalty, config.ppo, iterations=config.iterations, rows=config.rows
+        )
+
+    def init(self, key: Key) -> ScaredState:
+        """A new state."""
+        net_key, key = jax.random.split(key)
+        shape = () if self.config.penalty.dual == "exact" else (self.episodes,)
+        return ScaredState(
+            optimiser=self.optimiser.init(net_key),
+            multiplier=jnp.full(shape, self.config.penalty.initial),
+            iteration=jnp.int32(0),
+            key=key,
+        )
+
+    def agent(self, state: ScaredState) -> Agent:
+        """The policy, sampled as in training."""
+        return self.optimiser.agent(state.optimiser)
+
+    def update(self, state: ScaredState) -> tuple[ScaredState, dict[str, jax.Array]]:
+        """One iteration of Eq. 6."""
+        key, task_key, play_key, learn_key = jax.random.split(state.key, 4)
+        tasks, budgets = self.draw(task_key)
+        trials = run_trials(
+            self.env, self.agent(state), tasks, budgets, play_key,
+            episodes=self.episodes, steps=self.steps, segments=self.config.segments,
+        )  # fmt: skip
+        costs = collect_costs(trials, self.config.queue, self.episodes)
+        multiplier = update_multiplier(state.multiplier, costs, self.edges, self.config.penalty)
+        per_step = jnp.broadcast_to(multiplier, (self.episodes,))[trials.token.episode]
+        optimiser, metrics = self.optimiser.update(
+            state.optimiser, trials, tasks, per_step, state.iteration, learn_key
+        )
+        metrics |= summary(trials) | {
+            "lambda": multiplier.max(),
+            "over_budget_by_bin": over_by_bin(costs, self.edges),
+        }
+        state = ScaredState(optimiser=optimiser, multiplier=multiplier, iteration=state.iteration + 1, key=key)
+        return state, metrics
+
+    def draw(self, key: Key) -> tuple[PyTree, jax.Array]:
+        """Training tasks and budgets, [row, queue]."""
+        shape = (self.config.rows, self.config.queue)
+        tasks, u = sample_queue(self.env, "train", (0.0, 1.0), shape, key)
+        low, high = self.env.spec.train_budget
+        return tasks, low + (high - low) * u**self.config.budget_power
+
+
+def budget_edges(low: float, high: float) -> jax.Array:
+    """Edges of the five budget bins of the multiplier and the log: narrow where budgets are tight."""
+    return low + (high - low) * jnp.array([0.0, 0.07, 0.14, 0.28, 0.56, 1.0])
+
+
+def summary(trials: Trials) -> dict[str, jax.Array]:
+    """The metrics every algorithm reports, over the episodes that ended."""
+    ended = trials.done & trials.valid
+    count = jnp.maximum(ended.sum(), 1)
+    mean = lambda x: jnp.where(ended, x, 0.0).sum() / count  # noqa: E731
+    return {
+        "env_steps": trials.valid.sum(),
+        "return": jnp.where(trials.valid, trials.reward, 0.0).sum() / count,
+        "cost": mean(trials.episode_cost),
+        "budget": mean(trials.budget),
+        "over_budget": mean(trials.episode_cost > trials.budget),
+    }

@@ -1,0 +1,1 @@
+"""Networks: the transformer that reads a trial, and the heads that act and predict on top of it."""

@@ -1,0 +1,68 @@
+"""Causal attention inside trials: whole rows for learning, one step with a KV cache for acting.
+
+A row may hold several trials one after another (trial.py); a token sees earlier tokens of its own trial only.
+"""
+
+import jax
+import jax.numpy as jnp
+
+CHUNK = 64  # tokens in a query block on the CPU; block-causal halves the work of a full square
+SEPARATION = 40.0  # logits added within a trial; e^−40 of the weight leaks between trials
+MAX_TRIALS = 8  # trials a row can hold (the separating code is one-hot)
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, trial: jax.Array) -> jax.Array:
+    """Causal attention of whole rows. q, k, v: [row, time, head, dim]; trial: [row, time] int. → like v.
+
+    Fused cuDNN attention on NVIDIA GPUs in bfloat16, plain block-causal attention everywhere else.
+    """
+    # Not `lax.platform_dependent`: that traces both branches, and cuDNN's refuses to be traced without a GPU.
+    fused = q.dtype == jnp.bfloat16 and jax.default_backend() == "gpu"
+    return (_attend_fused if fused else _attend_blocks)(q, k, v, trial)
+
+
+def _attend_fused(q: jax.Array, k: jax.Array, v: jax.Array, trial: jax.Array) -> jax.Array:
+    """cuDNN has no cheap mask for trials: code the trial as one-hot in extra dimensions of q and k instead.
+
+    Head dimensions this small are padded inside the kernel anyway, so the extra eight cost nothing.
+    """
+    dim, scale = q.shape[-1], q.shape[-1] ** -0.5
+    code = jax.nn.one_hot(trial, MAX_TRIALS, dtype=q.dtype)[:, :, None, :]
+    code = jnp.broadcast_to(code, (*q.shape[:-1], MAX_TRIALS))
+    q = jnp.concatenate([q, code * (SEPARATION / scale)], -1)
+    k = jnp.concatenate([k, code], -1)
+    v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, MAX_TRIALS)))
+    out = jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, implementation="cudnn")
+    return out[..., :dim]
+
+
+def _attend_blocks(q: jax.Array, k: jax.Array, v: jax.Array, trial: jax.Array) -> jax.Array:
+    steps = q.shape[1]
+    chunk = max(CHUNK, -(-steps // 12))  # at most a dozen blocks: more would only grow the program
+    blocks = []
+    for begin in range(0, steps, chunk):
+        end = min(begin + chunk, steps)
+        # Later keys cannot be seen from this block, so they are not even read.
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q[:, begin:end], k[:, :end]) * q.shape[-1] ** -0.5
+        causal = jnp.arange(end)[None, :] <= jnp.arange(begin, end)[:, None]
+        same = trial[:, begin:end, None] == trial[:, None, :end]
+        scores = jnp.where((causal & same)[:, None], scores.astype(jnp.float32), -jnp.inf)
+        weights = jax.nn.softmax(scores, -1).astype(v.dtype)
+        blocks.append(jnp.einsum("bhqk,bkhd->bqhd", weights, v[:, :end]))
+    return jnp.concatenate(blocks, 1)
+
+
+def attend_step(q: jax.Array, keys: jax.Array, values: jax.Array, age: jax.Array, clock: jax.Array) -> jax.Array:
+    """One query a row against its cache, a ring whose newest entry is slot `clock mod slots`. → [row, head, dim]
+
+    q: [row, head, dim]; keys: [row, head, dim, slot]; values: [row, head, slot, dim]; age: [row] int, how many of
+    the newest slots the row may see; clock: [] int. Written as multiply-and-sum, with the summed axis never
+    innermost: XLA fuses that into reads of the cache at close to memory speed (docs/speed.md), on CPU and GPU.
+    """
+    slots = keys.shape[-1]
+    seen = (clock - jnp.arange(slots)) % slots < age[:, None]
+    scores = (q[..., None] * keys).astype(jnp.float32).sum(-2) * q.shape[-1] ** -0.5
+    scores = jnp.where(seen[:, None], scores, -jnp.inf)
+    weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+    weights = (weights / weights.sum(-1, keepdims=True)).astype(values.dtype)
+    return (weights[..., None] * values).astype(jnp.float32).sum(-2).astype(q.dtype)

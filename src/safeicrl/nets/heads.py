@@ -1,0 +1,127 @@
+"""Action distributions, and the policy network: transformer + actor head."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from safeicrl.envs.api import Discrete, EnvSpec, Key, record
+from safeicrl.nets.layers import MLP, Linear
+from safeicrl.nets.transformer import NetConfig, Transformer
+
+HIDDEN = 128  # of a critic
+LOG_STD = (-4.0, 1.0)  # range of a tanh-normal's log standard deviation
+EDGE = 1.0 - 1e-6  # actions are kept this far inside (−1, 1), where atanh is finite
+
+
+@record
+class Categorical:
+    """One of n actions."""
+
+    logits: jax.Array  # [..., n], log-probabilities up to a constant
+
+    def sample(self, key: Key) -> jax.Array:
+        """Draw actions, [...] int32."""
+        return jax.random.categorical(key, self.logits).astype(jnp.int32)
+
+    def mode(self) -> jax.Array:
+        """The most probable actions."""
+        return jnp.argmax(self.logits, -1).astype(jnp.int32)
+
+    def log_prob(self, action: jax.Array) -> jax.Array:
+        """Log-probability of `action`, [...]."""
+        # A masked sum instead of a gather: its gradient is dense and fuses.
+        chosen = jax.nn.one_hot(action, self.logits.shape[-1])
+        return (jax.nn.log_softmax(self.logits) * chosen).sum(-1)
+
+    def entropy(self) -> jax.Array:
+        """Entropy, [...]."""
+        log_p = jax.nn.log_softmax(self.logits)
+        return -(jnp.exp(log_p) * log_p).sum(-1)
+
+    def tempered(self, temperature: float) -> "Categorical":
+        """The distribution ∝ p^(1/temperature)."""
+        return Categorical(logits=self.logits / temperature)
+
+
+@record
+class TanhNormal:
+    """tanh of a diagonal Gaussian: actions in (−1, 1)."""
+
+    mean: jax.Array  # [..., action]
+    log_std: jax.Array  # [..., action]
+
+    def sample(self, key: Key) -> jax.Array:
+        """Draw actions, differentiable in the parameters."""
+        noise = jax.random.normal(key, self.mean.shape)
+        return jnp.tanh(self.mean + jnp.exp(self.log_std) * noise) * EDGE
+
+    def mode(self) -> jax.Array:
+        """The squashed mean."""
+        return jnp.tanh(self.mean) * EDGE
+
+    def log_prob(self, action: jax.Array) -> jax.Array:
+        """Log-density of `action`, [...]."""
+        raw = jnp.arctanh(jnp.clip(action, -EDGE, EDGE))
+        z = (raw - self.mean) * jnp.exp(-self.log_std)
+        normal = -0.5 * z**2 - self.log_std - 0.5 * jnp.log(2 * jnp.pi)
+        # log(1 − tanh²(raw)), without cancellation
+        squash = 2 * (jnp.log(2.0) - raw - jax.nn.softplus(-2 * raw))
+        return (normal - squash).sum(-1)
+
+    def entropy(self) -> jax.Array:
+        """Entropy of the Gaussian before tanh: a bound that keeps the spread open, not the exact value."""
+        return (self.log_std + 0.5 * jnp.log(2 * jnp.pi * jnp.e)).sum(-1)
+
+    def tempered(self, temperature: float) -> "TanhNormal":
+        """The Gaussian with its standard deviation scaled by √temperature."""
+        return TanhNormal(mean=self.mean, log_std=self.log_std + 0.5 * jnp.log(temperature))
+
+
+Distribution = Categorical | TanhNormal
+
+
+class PolicyNet(eqx.Module):
+    """What is released: the transformer and its actor head."""
+
+    trunk: Transformer
+    actor: MLP
+
+    def __init__(self, config: NetConfig, spec: EnvSpec, key: Key):
+        trunk, actor = jax.random.split(key)
+        outputs = spec.action.n if isinstance(spec.action, Discrete) else 2 * spec.action.size
+        self.trunk = Transformer(config, spec, trunk)
+        # A small last layer: the first policy is nearly uniform whatever the history.
+        self.actor = MLP(config.width, config.width, outputs, actor, scale=0.01)
+
+    def distribution(self, features: jax.Array) -> Distribution:
+        """π(· | history) from the transformer's features, any leading shape."""
+        out = self.actor.read_out(features)
+        if isinstance(self.trunk.spec.action, Discrete):
+            return Categorical(logits=out)
+        mean, spread = jnp.split(out, 2, -1)
+        low, high = LOG_STD
+        return TanhNormal(mean=mean, log_std=low + (high - low) * jax.nn.sigmoid(spread + 1.0))
+
+
+class Critic(eqx.Module):
+    """A value of the history, and of the hidden task where the critic is privileged.
+
+    The task enters the hidden layer through a linear map of its own, computed once per trial instead of per step.
+    """
+
+    head: MLP
+    task: Linear | None
+
+    def __init__(self, width: int, spec: EnvSpec, privileged: bool, key: Key):
+        head, task = jax.random.split(key)
+        self.head = MLP(width, HIDDEN, 1, head, scale=0.01)
+        self.task = Linear(spec.task_features, HIDDEN, task, bias=False) if privileged else None
+
+    def __call__(self, features: jax.Array, tasks: jax.Array, trial: jax.Array) -> jax.Array:
+        """Values [row, time] of features [row, time, width]; tasks: [row, queue, feature]; trial: [row, time]."""
+        shift: jax.Array | float = 0.0
+        if self.task is not None:
+            hidden = self.task(tasks.astype(features.dtype))
+            one_hot = jax.nn.one_hot(trial, tasks.shape[1], dtype=features.dtype)
+            shift = jnp.einsum("rtq,rqh->rth", one_hot, hidden)
+        return self.head.read_out(features, shift)[..., 0]

@@ -1,0 +1,198 @@
+"""The trajectory encoder: a causal transformer over the tokens of a trial.
+
+`forward` reads whole rows for learning, `step` reads one token a row with a KV cache for acting; both give the
+same features (tests/test_transformer.py). Positions are part of the token (time in the episode, index of the
+episode), not of the cache slot, so slots can be reused in a ring and rows can stand at different timesteps.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from safeicrl.envs.api import Box, Discrete, EnvSpec, Grid, Key, record
+from safeicrl.errors import UserError, check_integer
+from safeicrl.nets.attention import attend, attend_step
+from safeicrl.nets.layers import MLP, LayerNorm, Linear
+from safeicrl.tokens import Token
+
+CTG_SCALES = 6  # ramps of the remaining budget, each half as wide as the one before
+TIME_WAVES = 3  # sine/cosine pairs of the time in the episode
+
+
+@dataclass(frozen=True)
+class NetConfig:
+    """Sizes of the network; the defaults are the paper's."""
+
+    width: int = 64
+    layers: int = 4
+    heads: int = 8
+    context: int = 1500  # tokens the cache holds; older ones are overwritten
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on a GPU, float32 elsewhere
+
+    def __post_init__(self) -> None:
+        for name in ("width", "layers", "heads", "context"):
+            check_integer(name, getattr(self, name), 1)
+        if self.width % self.heads:
+            raise UserError(f"width must be a multiple of heads, got width {self.width} and heads {self.heads}")
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise UserError(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        """The type activations have on this machine."""
+        bfloat16 = self.dtype == "bfloat16" or (self.dtype == "auto" and jax.default_backend() == "gpu")
+        return jnp.dtype(jnp.bfloat16 if bfloat16 else jnp.float32)
+
+
+@record
+class Cache:
+    """Keys and values of past tokens, a ring of slots that all rows fill in step."""
+
+    keys: tuple[jax.Array, ...]  # per layer [row, head, dim, slot]
+    values: tuple[jax.Array, ...]  # per layer [row, head, slot, dim]
+    clock: jax.Array  # [] int32, tokens read so far; the next goes to slot clock mod slots
+    age: jax.Array  # [row] int32, tokens of the row's present trial in the cache
+
+
+def featurise(token: Token, spec: EnvSpec) -> jax.Array:
+    """A token as a float vector, [..., feature]. Any leading shape."""
+    scale = max(spec.train_budget[1], 1.0)
+    ramps = scale * 0.5 ** jnp.arange(CTG_SCALES)
+    waves = jnp.pi * 2.0 ** jnp.arange(TIME_WAVES) * (token.time[..., None] / spec.max_steps)
+    action = token.action
+    if isinstance(spec.action, Discrete):
+        action = jax.nn.one_hot(action, spec.action.n)  # −1, no action yet, is all zeros
+    numbers = [
+        token.reward,
+        token.cost,
+        token.start,
+        token.time / spec.max_steps,
+        token.episode / spec.episodes,
+    ]
+    return jnp.concatenate(
+        [
+            _observation(token.observation, spec.observation),
+            _observation(token.previous, spec.observation),
+            action,
+            jnp.clip(token.ctg[..., None] / ramps, -1, 1),
+            jnp.sin(waves),
+            jnp.cos(waves),
+            jnp.stack([jnp.asarray(x, jnp.float32) for x in numbers], -1),
+        ],
+        -1,
+    )
+
+
+def _observation(observation: jax.Array, space: Grid | Box) -> jax.Array:
+    if isinstance(space, Box):
+        return observation.astype(jnp.float32)
+    one_hot = [jax.nn.one_hot(observation[..., i], n) for i, n in enumerate(space.sizes)]
+    return jnp.concatenate(one_hot, -1)
+
+
+def feature_size(spec: EnvSpec) -> int:
+    """Length of `featurise`'s vector."""
+    observation = spec.observation.size if isinstance(spec.observation, Box) else sum(spec.observation.sizes)
+    action = spec.action.n if isinstance(spec.action, Discrete) else spec.action.size
+    return 2 * observation + action + CTG_SCALES + 2 * TIME_WAVES + 5
+
+
+class Block(eqx.Module):
+    """Pre-norm attention and MLP."""
+
+    norm_attention: LayerNorm
+    qkv: Linear
+    out: Linear
+    norm_mlp: LayerNorm
+    mlp: MLP
+    heads: int = eqx.field(static=True)
+
+    def __init__(self, width: int, heads: int, layers: int, key: Key):
+        qkv, out, mlp = jax.random.split(key, 3)
+        residual = (2 * layers) ** -0.5  # keeps the residual stream's size independent of depth
+        self.norm_attention, self.norm_mlp = LayerNorm(width), LayerNorm(width)
+        self.qkv = Linear(width, 3 * width, qkv, bias=False)
+        self.out = Linear(width, width, out, scale=residual)
+        self.mlp = MLP(width, 4 * width, width, mlp, scale=residual)
+        self.heads = heads
+
+    def split(self, x: jax.Array) -> list[jax.Array]:
+        """Queries, keys and values, each [..., head, dim]."""
+        qkv = self.qkv(self.norm_attention(x))
+        return [part.reshape(*x.shape[:-1], self.heads, -1) for part in jnp.split(qkv, 3, -1)]
+
+    def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        """Add the attention's output, then the MLP's."""
+        x = x + self.out(attended.reshape(x.shape))
+        return x + self.mlp(self.norm_mlp(x))
+
+
+class Transformer(eqx.Module):
+    """Token encoder, blocks, final norm."""
+
+    encoder: MLP
+    norm_in: LayerNorm
+    blocks: list[Block]
+    norm_out: LayerNorm
+    config: NetConfig = eqx.field(static=True)
+    spec: EnvSpec = eqx.field(static=True)
+
+    def __init__(self, config: NetConfig, spec: EnvSpec, key: Key):
+        encoder, *blocks = jax.random.split(key, config.layers + 1)
+        self.encoder = MLP(feature_size(spec), 2 * config.width, config.width, encoder)
+        self.norm_in, self.norm_out = LayerNorm(config.width), LayerNorm(config.width)
+        self.blocks = [Block(config.width, config.heads, config.layers, k) for k in blocks]
+        self.config, self.spec = config, spec
+
+    def embed(self, token: Token) -> jax.Array:
+        """Tokens → vectors, in the computing type."""
+        return self.norm_in(self.encoder(featurise(token, self.spec).astype(self.config.compute_dtype)))
+
+    def forward(self, tokens: Token, trial: jax.Array) -> jax.Array:
+        """Features of every token of whole rows, [row, time, width]. `trial`: [row, time] int."""
+        x = self.embed(tokens)
+        for block in self.blocks:
+            q, k, v = block.split(x)
+            x = block.finish(x, attend(q, k, v, trial))
+        return self.norm_out(x)
+
+    def init_cache(self, rows: int, slots: int) -> Cache:
+        """An empty cache."""
+        heads, dim = self.config.heads, self.config.width // self.config.heads
+        dtype = self.config.compute_dtype
+        return Cache(
+            keys=tuple(jnp.zeros((rows, heads, dim, slots), dtype) for _ in self.blocks),
+            values=tuple(jnp.zeros((rows, heads, slots, dim), dtype) for _ in self.blocks),
+            clock=jnp.int32(0),
+            age=jnp.zeros(rows, jnp.int32),
+        )
+
+    def extend_cache(self, cache: Cache, slots: int) -> Cache:
+        """The same cache with room for `slots` tokens, at most the context; only before the ring closes."""
+        more = min(slots, self.config.context) - cache.keys[0].shape[-1]
+        if more <= 0:
+            return cache
+        return Cache(
+            keys=tuple(jnp.pad(k, ((0, 0), (0, 0), (0, 0), (0, more))) for k in cache.keys),
+            values=tuple(jnp.pad(v, ((0, 0), (0, 0), (0, more), (0, 0))) for v in cache.values),
+            clock=cache.clock,
+            age=cache.age,
+        )
+
+    def step(self, cache: Cache, token: Token, fresh: jax.Array) -> tuple[Cache, jax.Array]:
+        """Read one token a row; `fresh` rows ([row] bool) first forget everything. → features [row, width]."""
+        slots = cache.keys[0].shape[-1]
+        slot = cache.clock % slots
+        age = jnp.minimum(jnp.where(fresh, 0, cache.age) + 1, slots)
+        x = self.embed(token)
+        keys, values = [], []
+        for block, k_past, v_past in zip(self.blocks, cache.keys, cache.values, strict=True):
+            q, k, v = block.split(x)
+            keys.append(jax.lax.dynamic_update_slice(k_past, k[..., None], (0, 0, 0, slot)))
+            values.append(jax.lax.dynamic_update_slice(v_past, v[:, :, None], (0, 0, slot, 0)))
+            x = block.finish(x, attend_step(q, keys[-1], values[-1], age, cache.clock))
+        cache = Cache(keys=tuple(keys), values=tuple(values), clock=cache.clock + 1, age=age)
+        return cache, self.norm_out(x)

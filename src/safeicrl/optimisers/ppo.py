@@ -1,0 +1,193 @@
+"""PPO on whole rows of trials, maximising L_Σ(π, λ).
+
+One iteration: play fresh trials, then a few epochs of clipped updates. Returns are never stored: each minibatch
+recomputes its advantages from the current critics, since its rows are whole.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+
+from safeicrl.agent import NetAgent
+from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, record
+from safeicrl.errors import UserError, check_integer, check_number
+from safeicrl.nets.heads import Critic, PolicyNet
+from safeicrl.nets.transformer import NetConfig
+from safeicrl.penalty import PenaltyConfig, excess_cost, over_budget
+from safeicrl.returns import gae
+from safeicrl.trial import Trials
+
+
+@dataclass(frozen=True)
+class PPOConfig:
+    """Hyperparameters of the update; `start → end` values move linearly over the run."""
+
+    learning_rate: tuple[float, float] = (1e-3, 1e-4)
+    warmup: int = 10  # iterations over which the learning rate rises from 0
+    entropy: tuple[float, float] = (0.03, 0.003)
+    epochs: int = 3
+    minibatch: int = 64  # rows
+    clip: float = 0.2
+    discount: float = 0.998  # γ of the reward, across episodes: exploring now pays in later ones
+    cost_discount: float = 0.99  # γ of the excess cost; the paper's form is undiscounted within its episode
+    trace: float = 0.95  # λ of GAE
+    max_grad: float = 1.0
+    value_weight: float = 0.5
+    privileged_critic: bool = True  # critics also see the hidden task; they are thrown away after training
+
+    def __post_init__(self) -> None:
+        check_integer("ppo.epochs", self.epochs, 1)
+        check_integer("ppo.minibatch", self.minibatch, 1)
+        check_number("ppo.clip", self.clip, 0.0, strict=True)
+        for name in ("discount", "cost_discount", "trace"):
+            value = check_number(f"ppo.{name}", getattr(self, name), 0.0)
+            if value > 1:
+                raise UserError(f"ppo.{name} must be at most 1, got {value}")
+
+
+class ActorCritic(eqx.Module):
+    """The policy and two critics on the same features."""
+
+    policy: PolicyNet
+    reward_critic: Critic
+    cost_critic: Critic
+
+    def __init__(self, net: NetConfig, spec: EnvSpec, privileged: bool, key: Key):
+        policy, reward, cost = jax.random.split(key, 3)
+        self.policy = PolicyNet(net, spec, policy)
+        self.reward_critic = Critic(net.width, spec, privileged, reward)
+        self.cost_critic = Critic(net.width, spec, privileged, cost)
+
+
+@record
+class PPOState:
+    """What PPO carries from iteration to iteration."""
+
+    net: ActorCritic
+    optimiser: PyTree
+    scale: jax.Array  # [2] running root mean square of the reward and cost critics' targets
+
+
+class Batch(NamedTuple):
+    """Rows for one minibatch."""
+
+    trials: Trials
+    task: jax.Array  # [row, queue, feature], the hidden tasks
+    multiplier: jax.Array  # [row, time], λ of each step's episode
+
+
+class PPO:
+    """The optimiser; pure functions of its state."""
+
+    def __init__(
+        self, env: Env, net: NetConfig, penalty: PenaltyConfig, config: PPOConfig, iterations: int, rows: int
+    ):
+        if rows % config.minibatch:
+            raise UserError(f"rows must be a multiple of ppo.minibatch, got {rows} and {config.minibatch}")
+        self.env, self.net, self.penalty, self.config = env, net, penalty, config
+        self.iterations, self.rows = iterations, rows
+        steps = iterations * config.epochs * (rows // config.minibatch)
+        per_iteration = steps // max(iterations, 1)
+        begin, end = config.learning_rate
+        warm = min(config.warmup, iterations) * per_iteration
+        schedule = optax.join_schedules(
+            [optax.linear_schedule(0.0, begin, warm), optax.linear_schedule(begin, end, max(steps - warm, 1))],
+            [warm],
+        )
+        self.optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad), optax.adam(schedule, eps=1e-5))
+
+    def init(self, key: Key) -> PPOState:
+        """Fresh networks."""
+        net = ActorCritic(self.net, self.env.spec, self.config.privileged_critic, key)
+        return PPOState(net=net, optimiser=self.optimiser.init(eqx.filter(net, eqx.is_array)), scale=jnp.ones(2))
+
+    def agent(self, state: PPOState) -> NetAgent:
+        """The policy, sampled."""
+        return NetAgent(state.net.policy)
+
+    def update(
+        self, state: PPOState, trials: Trials, tasks: PyTree, multiplier: jax.Array, iteration: jax.Array, key: Key
+    ) -> tuple[PPOState, dict[str, jax.Array]]:
+        """Improve L_Σ at the multipliers ([row, time]) on freshly played trials."""
+        progress = jnp.clip(iteration / self.iterations, 0.0, 1.0)
+        entropy = self.config.entropy[0] + progress * (self.config.entropy[1] - self.config.entropy[0])
+        features = jax.vmap(jax.vmap(self.env.task_features))(tasks)  # [row, queue, feature]
+        batch = Batch(trials=trials, task=features, multiplier=multiplier)
+        params, static = eqx.partition(state.net, eqx.is_array)
+
+        def minibatch(carry: tuple, rows: jax.Array) -> tuple:
+            params, optimiser, scale = carry
+            part = jax.tree.map(lambda x: x[rows], batch)
+            loss = lambda p: self.loss(eqx.combine(p, static), part, scale, entropy)  # noqa: E731
+            grads, (scale, metrics) = jax.grad(loss, has_aux=True)(params)
+            updates, optimiser = self.optimiser.update(grads, optimiser, params)
+            metrics["grad_norm"] = optax.global_norm(grads)
+            return (optax.apply_updates(params, updates), optimiser, scale), metrics
+
+        order = jax.vmap(lambda k: jax.random.permutation(k, self.rows))(jax.random.split(key, self.config.epochs))
+        order = order.reshape(-1, self.config.minibatch)
+        carry = (params, state.optimiser, state.scale)
+        (params, optimiser, scale), metrics = jax.lax.scan(minibatch, carry, order)  # type: ignore[var-annotated]
+        state = PPOState(net=eqx.combine(params, static), optimiser=optimiser, scale=scale)
+        return state, jax.tree.map(lambda x: x.mean(0), metrics) | {
+            "reward_scale": scale[0],
+            "cost_scale": scale[1],
+        }
+
+    def loss(self, net: ActorCritic, batch: Batch, scale: jax.Array, entropy: jax.Array) -> tuple:
+        """Clipped surrogate + value errors − entropy, over the valid steps of the batch's rows."""
+        trials = batch.trials
+        features = net.policy.trunk.forward(trials.token, trials.trial)
+        policy = net.policy.distribution(features)
+        critics = (net.reward_critic, net.cost_critic)
+        values = jnp.stack(
+            [critic(features, batch.task, trials.trial) for critic in critics]
+        )  # in units of `scale`
+        # Critics predict in units of `scale`, so that their errors weigh the same whatever the rewards are.
+        advantages = self.advantages(jax.lax.stop_gradient(values) * scale[:, None, None], trials)
+        mask = trials.valid.at[:, -1].set(False)  # a cut row's last step only bootstraps
+
+        weight = batch.multiplier if self.penalty.form == "excess" else batch.multiplier * over_budget(trials)
+        advantage = _standardise(advantages[0] - weight * advantages[1], mask)
+        ratio = jnp.exp(policy.log_prob(trials.action) - trials.extras["log_prob"])
+        clipped = jnp.clip(ratio, 1 - self.config.clip, 1 + self.config.clip)
+        actor = -_mean(jnp.minimum(ratio * advantage, clipped * advantage), mask)
+
+        targets = jax.lax.stop_gradient(values) + advantages / scale[:, None, None]
+        critic = jnp.stack([_mean((v - t) ** 2, mask) for v, t in zip(values, targets, strict=True)])
+        randomness = _mean(policy.entropy(), mask)
+        metrics = {
+            "actor_loss": actor,
+            "reward_critic_loss": critic[0],
+            "cost_critic_loss": critic[1],
+            "entropy": randomness,
+            "clipped": _mean((jnp.abs(ratio - 1) > self.config.clip).astype(jnp.float32), mask),
+            "kl": _mean(ratio - 1 - jnp.log(ratio), mask),
+        }
+        rms = jnp.sqrt(jnp.stack([_mean((t * s) ** 2, mask) for t, s in zip(targets, scale, strict=True)]))
+        scale = 0.99 * scale + 0.01 * jnp.maximum(rms, 1e-2)
+        return actor + self.config.value_weight * critic.sum() - entropy * randomness, (scale, metrics)
+
+    def advantages(self, values: jax.Array, trials: Trials) -> jax.Array:
+        """Advantages of reward and cost, [2, row, time]."""
+        within_trial = self.config.discount * (1.0 - trials.trial_done)
+        if self.penalty.form == "excess":
+            cost, cost_discount = excess_cost(trials), self.config.cost_discount * (1.0 - trials.trial_done)
+        else:  # one episode's budget, undiscounted: the cost critic stops at the episode's end
+            cost, cost_discount = trials.cost, 1.0 - trials.done
+        # Both in one scan: on a GPU its many small kernels cost more than their work.
+        signal, discount = jnp.stack([trials.reward, cost]), jnp.stack([within_trial, cost_discount])
+        return gae(signal, values, discount, self.config.trace)
+
+
+def _mean(values: jax.Array, mask: jax.Array) -> jax.Array:
+    return jnp.where(mask, values, 0.0).sum() / jnp.maximum(mask.sum(), 1)
+
+
+def _standardise(values: jax.Array, mask: jax.Array) -> jax.Array:
+    centred = values - _mean(values, mask)
+    return centred / (jnp.sqrt(_mean(centred**2, mask)) + 1e-6)

@@ -1,0 +1,184 @@
+r"""The paper's heart: how the cost constraints of all episodes become one penalty with one multiplier.
+
+The problem (Eq. 4):      max_π E[Σ_k G(τ_k)]   s.t.  g_k(π) = E[G_c(τ_k)] − δ ≤ 0  for every episode k.
+The surrogate:            L_Σ(π, λ) = E[Σ_k G(τ_k)] − λ Σ_k [g_k(π)]₊          → `surrogate`
+The iteration (Eq. 6):    π ← argmax_π L_Σ(π, λ),   λ ← [λ + η max_k g_k(π)]₊  → `update_multiplier`
+
+Readings taken here, and why:
+
+* δ is the trial's own budget, sampled per trial. Eq. 6 must then hold for every budget. Averaged over mixed
+  budgets, slack at large ones cancels violations at small ones and λ stays 0. The exact-penalty argument extends
+  as it is: one multiplier serves all episodes and all budgets once it exceeds the largest of their multipliers.
+  So `max_of_means` takes the max over episodes *and* budget bins.
+* Algorithm 1 adds up, per trajectory, max_k C_k − δ: a mean of maxima, never below Eq. 6's maximum of means.
+  Both are here: `mean_of_max`, `max_of_means`. (As printed, Algorithm 1 sets C_max to −∞ inside the episode
+  loop, which would make it the last episode's cost; it is initialised once per trajectory.)
+* Both compare costs with δ in expectation. `hinge` measures what users ask for: the mean of (C − δ)₊, episode by
+  episode, against a small tolerance, at the worst budget bin.
+* Eq. 6 projects onto λ ≥ 0. A cap and a bound on one step's signal keep early, wild policies from driving λ
+  where the reward no longer counts.
+
+Arrays are [trial, episode]; `played` marks the episodes that were finished.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from safeicrl.envs.api import record
+from safeicrl.errors import UserError, check_number
+from safeicrl.returns import linear_recurrence
+from safeicrl.trial import Trials
+
+Signal = Literal["hinge", "max_of_means", "mean_of_max"]
+SIGNALS: tuple[Signal, ...] = ("hinge", "max_of_means", "mean_of_max")
+
+
+@record
+class EpisodeCosts:
+    """What the multiplier looks at."""
+
+    cost: jax.Array  # [trial, episode]
+    budget: jax.Array  # [trial, episode]
+    played: jax.Array  # [trial, episode] bool
+
+    @property
+    def excess(self) -> jax.Array:
+        """C_k − δ, one sample of g_k."""
+        return self.cost - self.budget
+
+
+@dataclass(frozen=True)
+class PenaltyConfig:
+    """How the constraint is enforced."""
+
+    form: Literal["excess", "paper"] = "excess"  # what the actor is penalised for, see below
+    dual: Literal["exact", "naive"] = "exact"  # one multiplier (the paper), or one per episode (its ablation)
+    signal: Signal = "hinge"  # what drives the one multiplier
+    step: float = 0.05  # η
+    tolerance: float = 0.01  # of `hinge`: mean cost over budget an episode may have
+    initial: float = 0.0
+    cap: float = 20.0
+    bound: float = 1.0  # of one step's signal, both ways
+
+    def __post_init__(self) -> None:
+        for name, known in (("form", ("excess", "paper")), ("dual", ("exact", "naive")), ("signal", SIGNALS)):
+            if getattr(self, name) not in known:
+                raise UserError(f"penalty.{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        for name in ("step", "tolerance", "initial"):
+            check_number(f"penalty.{name}", getattr(self, name), 0.0)
+        check_number("penalty.bound", self.bound, 0.0, strict=True)
+        if not self.cap >= self.initial:
+            raise UserError(f"penalty.cap must be ≥ penalty.initial, got {self.cap} < {self.initial}")
+
+
+def hinge(x: jax.Array) -> jax.Array:
+    """[x]₊"""
+    return jnp.maximum(x, 0.0)
+
+
+def constraint(costs: EpisodeCosts) -> jax.Array:
+    """g_k = E[G_c(τ_k)] − δ for every episode k, [episode]; for trials of one budget."""
+    return _mean(costs.excess, costs.played, axis=0)
+
+
+def surrogate(returns: jax.Array, costs: EpisodeCosts, multiplier: jax.Array) -> jax.Array:
+    """L_Σ(π, λ) from sampled trials of one budget; `returns` is [trial, episode]."""
+    expected = _mean(returns, costs.played, axis=0).sum()
+    return expected - multiplier * hinge(constraint(costs)).sum()
+
+
+def max_of_means(costs: EpisodeCosts, edges: jax.Array) -> jax.Array:
+    """max over episodes k and budget bins of the mean of C_k − δ: Eq. 6, for every budget."""
+    inside = in_bins(costs.budget, edges) & costs.played[..., None]  # [trial, episode, bin]
+    means = _mean(costs.excess[..., None], inside, axis=0)
+    return jnp.where(inside.any(0), means, -jnp.inf).max()
+
+
+def mean_of_max(costs: EpisodeCosts) -> jax.Array:
+    """Mean over trials of max_k C_k − δ: Algorithm 1, line "dλ ← dλ + (C_e^max − δ)"."""
+    worst = jnp.where(costs.played, costs.excess, -jnp.inf).max(-1)
+    some = costs.played.any(-1)
+    return _mean(jnp.where(some, worst, 0.0), some, axis=0)
+
+
+def hinge_by_bin(costs: EpisodeCosts, edges: jax.Array) -> jax.Array:
+    """Mean of (C − δ)₊ over the episodes of each budget bin, [bin]; 0 in an empty bin."""
+    inside = in_bins(costs.budget, edges) & costs.played[..., None]
+    return _mean(hinge(costs.excess)[..., None], inside, axis=(0, 1))
+
+
+def over_by_bin(costs: EpisodeCosts, edges: jax.Array) -> jax.Array:
+    """Share of episodes over their budget in each budget bin, [bin]; 0 in an empty bin."""
+    inside = in_bins(costs.budget, edges) & costs.played[..., None]
+    return _mean((costs.excess > 0)[..., None].astype(jnp.float32), inside, axis=(0, 1))
+
+
+def update_multiplier(
+    multiplier: jax.Array, costs: EpisodeCosts, edges: jax.Array, config: PenaltyConfig
+) -> jax.Array:
+    """λ ← [λ + η s]₊ (Eq. 6), s being the configured signal; λ is [] (exact) or [episode] (naive)."""
+    if config.dual == "naive":
+        # The ablation: g_k of each episode drives its own λ_k. Episodes nobody played give no signal.
+        signal = jnp.where(costs.played.any(0), constraint(costs), 0.0)
+    elif config.signal == "hinge":
+        signal = hinge_by_bin(costs, edges).max() - config.tolerance
+    elif config.signal == "max_of_means":
+        signal = max_of_means(costs, edges)
+    else:
+        signal = mean_of_max(costs)
+    signal = jnp.clip(signal, -config.bound, config.bound)
+    return jnp.clip(multiplier + config.step * signal, 0.0, config.cap)
+
+
+def in_bins(budget: jax.Array, edges: jax.Array) -> jax.Array:
+    """Membership [..., bin] of budgets in the half-open bins between `edges`; the last one is closed."""
+    b = budget[..., None]
+    upper = (b < edges[1:]) | ((b == edges[-1]) & (edges[1:] == edges[-1]))
+    return (b >= edges[:-1]) & upper
+
+
+# What the actor is penalised for, step by step. All arrays [row, time].
+
+
+def excess_cost(trials: Trials) -> jax.Array:
+    """c̃_t = (C_≤t − δ)₊ − (C_<t − δ)₊: the part of this step's cost that lies beyond the budget.
+
+    Its sum over an episode is exactly (G_c − δ)₊, the hinge inside L_Σ, and it is Markov in what the agent sees,
+    because CTG = δ − C_<t is an input. A critic of c̃ therefore optimises L_Σ directly.
+    """
+    before = -trials.token.ctg  # C_<t − δ
+    return hinge(before + trials.cost) - hinge(before)
+
+
+def over_budget(trials: Trials) -> jax.Array:
+    """v_e = 1{C_e > δ} of Algorithm 1, broadcast to every step of its episode; the paper's penalty is λ v_e Q^c.
+
+    Reading: on the realised cost of the whole episode, with no gradient through it. It penalises *all* cost of a
+    violating episode, where the excess form penalises only what lies beyond the budget.
+    """
+    # Carry the episode's total backwards from its last step (or from where the row was cut).
+    last = trials.done.at[..., -1].set(True)
+    total = linear_recurrence(jnp.where(last, 0.0, 1.0), jnp.where(last, trials.episode_cost, 0.0))
+    return (total > trials.budget).astype(jnp.float32)
+
+
+def collect_costs(trials: Trials, queue: int, episodes: int) -> EpisodeCosts:
+    """The finished episodes of all trials in all rows, [row · queue, episode]."""
+    rows = trials.reward.shape[0]
+    ended = trials.done & trials.valid
+    index = jnp.where(ended, trials.trial * episodes + trials.token.episode, queue * episodes)
+
+    def place(values: jax.Array) -> jax.Array:
+        scatter = lambda v, i: jnp.zeros(queue * episodes + 1).at[i].add(v)[:-1]  # noqa: E731
+        flat = jax.vmap(scatter)(jnp.where(ended, values, 0.0).astype(jnp.float32), index)
+        return flat.reshape(rows * queue, episodes)
+
+    played = place(jnp.ones_like(trials.cost)) > 0
+    return EpisodeCosts(cost=place(trials.episode_cost), budget=place(trials.budget), played=played)
+
+
+def _mean(values: jax.Array, mask: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
+    return jnp.where(mask, values, 0.0).sum(axis) / jnp.maximum(mask.sum(axis), 1)
