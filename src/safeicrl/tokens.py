@@ -1,0 +1,71 @@
+"""The token: all an agent is told at one step, whoever runs the episodes."""
+
+import jax
+import jax.numpy as jnp
+
+from safeicrl.envs.api import Discrete, EnvSpec, record
+
+
+@record
+class Token:
+    """All an agent is told at one step; [row] here, [row, time] in a `Trials` record.
+
+    The last transition is whole (previous observation, action, reward, cost): the observation that ended an
+    episode is replaced by the next episode's first, so without `previous` nobody could tell where the goal was.
+    `time` and `episode` say where in the trial the token stands; they serve as its position.
+    """
+
+    observation: jax.Array  # [row, obs]
+    previous: jax.Array  # [row, obs] the observation before; of a trial's first token: the same again
+    action: jax.Array  # [row] int32, −1 at a trial's first token; or [row, act], zeros there
+    reward: jax.Array  # [row] of the last step
+    cost: jax.Array  # [row] of the last step
+    ctg: jax.Array  # [row] δ − cost of this episode so far; negative once the budget is broken
+    start: jax.Array  # [row] bool: first step of an episode
+    time: jax.Array  # [row] int32, steps taken in this episode
+    episode: jax.Array  # [row] int32, episodes finished in this trial
+
+    @property
+    def first(self) -> jax.Array:
+        """[row] bool: first step of a trial, where an agent forgets everything."""
+        return self.start & (self.episode == 0)
+
+
+def usable_budget(budget: jax.Array, spec: EnvSpec) -> jax.Array:
+    """The budget rounded down to a whole number of cost units: the same constraint, fewer values to learn."""
+    return jnp.floor(budget / spec.cost_unit + 1e-4) * spec.cost_unit if spec.cost_unit else budget
+
+
+def first_token(spec: EnvSpec, observation: jax.Array, budget: jax.Array) -> Token:
+    """The first token of a trial, one row."""
+    no_action = jnp.int32(-1) if isinstance(spec.action, Discrete) else jnp.zeros(spec.action.size)
+    zero = jnp.float32(0)
+    return Token(
+        observation=observation,
+        previous=observation,
+        action=no_action,
+        reward=zero,
+        cost=zero,
+        ctg=budget,
+        start=jnp.array(True),
+        time=jnp.int32(0),
+        episode=jnp.int32(0),
+    )
+
+
+def next_token(
+    token: Token, observation: jax.Array, action: jax.Array, reward: jax.Array, cost: jax.Array,
+    done: jax.Array, budget: jax.Array,
+) -> Token:  # fmt: skip
+    """The token after a step; `observation` is the new episode's first one when `done`. Any batch shape."""
+    return Token(
+        observation=observation,
+        previous=token.observation,
+        action=action,
+        reward=reward,
+        cost=cost,
+        ctg=jnp.where(done, budget, token.ctg - cost),
+        start=done,
+        time=jnp.where(done, 0, token.time + 1),
+        episode=token.episode + done,
+    )
