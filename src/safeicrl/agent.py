@@ -1,4 +1,4 @@
-"""The policy network as an agent: sampled, tempered or greedy; with its context or without."""
+"""The policy network as an agent: sampled, tempered or greedy."""
 
 import equinox as eqx
 import jax
@@ -13,8 +13,8 @@ class NetAgent(eqx.Module):
     """Acts by the network on everything it has seen in the trial."""
 
     net: PolicyNet
+    epsilon: jax.Array | None = None  # [] exploration added while training off-policy
     temperature: float = eqx.field(static=True, default=1.0)  # 0: greedy
-    wipe: bool = eqx.field(static=True, default=False)  # forget at every episode: what is the context worth?
 
     def init(self, tasks: PyTree, rows: int) -> Cache:
         """An empty context."""
@@ -30,11 +30,11 @@ class NetAgent(eqx.Module):
         if self.temperature == 0:
             return memory, policy.mode(), None
         policy = policy if self.temperature == 1 else policy.tempered(self.temperature)
+        policy = policy if self.epsilon is None else policy.explored(self.epsilon)
         action = policy.sample(key)
         return memory, action, {"log_prob": policy.log_prob(action)}
 
     def policy(self, memory: Cache, token: Token) -> tuple[Cache, Distribution]:
         """π(· | history) for the newest token of each row."""
-        fresh = token.start if self.wipe else token.first
-        memory, features = self.net.trunk.step(memory, token, fresh)
+        memory, features = self.net.trunk.step(memory, token, token.first)
         return memory, self.net.distribution(features)

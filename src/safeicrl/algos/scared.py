@@ -4,16 +4,21 @@ One iteration is the paper's Eq. 6, sampled: play trials of fresh tasks, each wi
 L_Σ(π, λ) with a policy optimiser; move λ by the worst violation of the policy that played (penalty.py).
 """
 
+import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from safeicrl.agent import NetAgent
 from safeicrl.envs.api import Env, Key, PyTree, record
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.attention import MAX_TRIALS
+from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
+from safeicrl.optimisers.ddpg import DDPG, DDPGConfig
 from safeicrl.optimisers.ppo import PPO, PPOConfig
 from safeicrl.penalty import PenaltyConfig, collect_costs, over_by_bin, update_multiplier
 from safeicrl.trial import Agent, Trials, run_trials, sample_queue
@@ -32,13 +37,16 @@ class ScaredConfig:
     budget_power: float = 1.5  # budgets are low + (high − low) u^power: > 1 practises small ones more
     net: NetConfig = field(default_factory=NetConfig)
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
-    optimiser: Literal["ppo"] = "ppo"
+    optimiser: Literal["ppo", "ddpg"] = "ppo"
     ppo: PPOConfig = field(default_factory=PPOConfig)
+    ddpg: DDPGConfig = field(default_factory=DDPGConfig)
 
     def __post_init__(self) -> None:
         for name in ("iterations", "rows", "queue", "segments"):
             check_integer(name, getattr(self, name), 1)
         check_number("budget_power", self.budget_power, 0.0, strict=True)
+        if self.optimiser not in ("ppo", "ddpg"):
+            raise UserError(f"optimiser must be ppo or ddpg, got {self.optimiser!r}")
         if self.queue > MAX_TRIALS:
             raise UserError(f"queue must be at most {MAX_TRIALS}, got {self.queue}")
 
@@ -61,9 +69,19 @@ class Scared:
         self.episodes = config.episodes or env.spec.episodes
         self.steps = config.steps or self.episodes * env.spec.max_steps
         self.edges = budget_edges(*env.spec.train_budget)
-        self.optimiser = PPO(
-            env, config.net, config.penalty, config.ppo, iterations=config.iterations, rows=config.rows
-        )
+        self.optimiser = self._optimiser()
+
+    def _optimiser(self) -> PPO | DDPG:
+        config = self.config
+        shared = (self.env, config.net, config.penalty)
+        if config.optimiser == "ppo":
+            return PPO(*shared, config.ppo, iterations=config.iterations, rows=config.rows)
+        # The replay must know what a row looks like before any was played.
+        key = jax.random.key(0)
+        tasks, budgets = jax.eval_shape(self.draw, key)
+        net = eqx.filter_eval_shape(PolicyNet, config.net, self.env.spec, key)
+        row = eqx.filter_eval_shape(self.play, NetAgent(net), tasks, budgets, key)
+        return DDPG(*shared, config.ddpg, iterations=config.iterations, example=row)
 
     def init(self, key: Key) -> ScaredState:
         """A new state."""
@@ -80,19 +98,20 @@ class Scared:
         """The policy, sampled as in training."""
         return self.optimiser.agent(state.optimiser)
 
+    def card(self) -> dict[str, Any]:
+        """What rebuilds the policy around its arrays."""
+        return {"kind": "net", "net": dataclasses.asdict(self.config.net)}
+
     def update(self, state: ScaredState) -> tuple[ScaredState, dict[str, jax.Array]]:
         """One iteration of Eq. 6."""
         key, task_key, play_key, learn_key = jax.random.split(state.key, 4)
         tasks, budgets = self.draw(task_key)
-        trials = run_trials(
-            self.env, self.agent(state), tasks, budgets, play_key,
-            episodes=self.episodes, steps=self.steps, segments=self.config.segments,
-        )  # fmt: skip
+        trials = self.play(self.optimiser.explorer(state.optimiser), tasks, budgets, play_key)
         costs = collect_costs(trials, self.config.queue, self.episodes)
         multiplier = update_multiplier(state.multiplier, costs, self.edges, self.config.penalty)
-        per_step = jnp.broadcast_to(multiplier, (self.episodes,))[trials.token.episode]
+        per_episode = jnp.broadcast_to(multiplier, (self.episodes,))
         optimiser, metrics = self.optimiser.update(
-            state.optimiser, trials, tasks, per_step, state.iteration, learn_key
+            state.optimiser, trials, tasks, per_episode, state.iteration, learn_key
         )
         metrics |= summary(trials) | {
             "lambda": multiplier.max(),
@@ -100,6 +119,13 @@ class Scared:
         }
         state = ScaredState(optimiser=optimiser, multiplier=multiplier, iteration=state.iteration + 1, key=key)
         return state, metrics
+
+    def play(self, agent: Agent, tasks: PyTree, budgets: jax.Array, key: Key) -> Trials:
+        """One iteration's rows of trials."""
+        return run_trials(
+            self.env, agent, tasks, budgets, key,
+            episodes=self.episodes, steps=self.steps, segments=self.config.segments,
+        )  # fmt: skip
 
     def draw(self, key: Key) -> tuple[PyTree, jax.Array]:
         """Training tasks and budgets, [row, queue]."""

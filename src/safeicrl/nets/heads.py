@@ -42,6 +42,11 @@ class Categorical:
         """The distribution ∝ p^(1/temperature)."""
         return Categorical(logits=self.logits / temperature)
 
+    def explored(self, epsilon: jax.Array) -> "Categorical":
+        """A uniform action with probability ε."""
+        uniform = jnp.log(epsilon / self.logits.shape[-1])
+        return Categorical(logits=jnp.logaddexp(jnp.log1p(-epsilon) + jax.nn.log_softmax(self.logits), uniform))
+
 
 @record
 class TanhNormal:
@@ -76,6 +81,10 @@ class TanhNormal:
         """The Gaussian with its standard deviation scaled by √temperature."""
         return TanhNormal(mean=self.mean, log_std=self.log_std + 0.5 * jnp.log(temperature))
 
+    def explored(self, epsilon: jax.Array) -> "TanhNormal":
+        """A standard deviation of at least ε."""
+        return TanhNormal(mean=self.mean, log_std=jnp.maximum(self.log_std, jnp.log(epsilon)))
+
 
 Distribution = Categorical | TanhNormal
 
@@ -93,9 +102,9 @@ class PolicyNet(eqx.Module):
         # A small last layer: the first policy is nearly uniform whatever the history.
         self.actor = MLP(config.width, config.width, outputs, actor, scale=0.01)
 
-    def distribution(self, features: jax.Array) -> Distribution:
-        """π(· | history) from the transformer's features, any leading shape."""
-        out = self.actor.read_out(features)
+    def distribution(self, features: jax.Array, actor: MLP | None = None) -> Distribution:
+        """π(· | history) from the transformer's features, any leading shape; by another `actor` if given."""
+        out = (actor or self.actor).read_out(features)
         if isinstance(self.trunk.spec.action, Discrete):
             return Categorical(logits=out)
         mean, spread = jnp.split(out, 2, -1)

@@ -109,14 +109,18 @@ class PPO:
         """The policy, sampled."""
         return NetAgent(state.net.policy)
 
+    def explorer(self, state: PPOState) -> NetAgent:
+        """The policy that plays in training: the same."""
+        return self.agent(state)
+
     def update(
         self, state: PPOState, trials: Trials, tasks: PyTree, multiplier: jax.Array, iteration: jax.Array, key: Key
     ) -> tuple[PPOState, dict[str, jax.Array]]:
-        """Improve L_Σ at the multipliers ([row, time]) on freshly played trials."""
+        """Improve L_Σ at the multipliers ([episode]) on freshly played trials."""
         progress = jnp.clip(iteration / self.iterations, 0.0, 1.0)
         entropy = self.config.entropy[0] + progress * (self.config.entropy[1] - self.config.entropy[0])
         features = jax.vmap(jax.vmap(self.env.task_features))(tasks)  # [row, queue, feature]
-        batch = Batch(trials=trials, task=features, multiplier=multiplier)
+        batch = Batch(trials=trials, task=features, multiplier=multiplier[trials.token.episode])
         params, static = eqx.partition(state.net, eqx.is_array)
 
         def minibatch(carry: tuple, rows: jax.Array) -> tuple:

@@ -1,0 +1,287 @@
+"""Off-policy actor-critic on replayed rows of trials: Algorithm 1, on an AMAGO-style agent.
+
+Actor and critics read one transformer's features; only the heads have slow target copies. The critics' loss trains
+the transformer; the actor's does too, through the actor's own input, while the Q-values it climbs see detached
+features. Discrete actions: the critics give a value for every action and every expectation over the policy is
+exact. Continuous actions: the critics take an action, the policy's is sampled and differentiated through.
+
+Where the paper's text leaves a choice, it is a switch of `DDPGConfig`; `paper_config()` is the literal reading.
+"""
+
+from dataclasses import dataclass
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+
+from safeicrl import replay as buffer
+from safeicrl.agent import NetAgent
+from safeicrl.envs.api import Discrete, Env, EnvSpec, Key, PyTree, record
+from safeicrl.errors import UserError, check_integer, check_number
+from safeicrl.nets.heads import Categorical, Distribution, PolicyNet, TanhNormal
+from safeicrl.nets.layers import MLP
+from safeicrl.nets.transformer import NetConfig
+from safeicrl.penalty import PenaltyConfig, excess_cost, over_budget
+from safeicrl.replay import Replay
+from safeicrl.returns import linear_recurrence, shift
+from safeicrl.trial import Trials
+
+HIDDEN = 256  # of a critic
+
+
+@dataclass(frozen=True)
+class DDPGConfig:
+    """Hyperparameters; each comment names the alternative."""
+
+    learning_rate: float = 3e-4
+    updates: int = 64  # gradient steps an iteration
+    batch: int = 32  # rows a gradient step
+    capacity: int = 2048  # rows of replay
+    discount: float = 0.995  # γ of the reward: it bootstraps into the next episode, stops at the trial's end
+    cost_discount: float = 0.99  # γ of the excess cost; the paper's form stops at the episode's end with γ = 1
+    trace: float = 0.9  # Retrace; 0 is the paper's one-step target
+    ensemble: int = 2  # critics of each kind; targets average them, or see `pessimism`
+    pessimism: bool = False  # targets take the min of the reward critics and the max of the cost critics
+    target_rate: float = 0.01  # of the slow heads
+    trust: float = 1.0  # weight of KL(slow policy ‖ policy); 0 in the paper
+    entropy: float = 0.01
+    exploration: tuple[float, float] = (1.0, 0.02)  # ε, start → end over the first half of the run
+    max_grad: float = 1.0
+    critic_weight: float = 1.0  # against the actor's loss
+
+    def __post_init__(self) -> None:
+        for name in ("updates", "batch", "capacity", "ensemble"):
+            check_integer(f"ddpg.{name}", getattr(self, name), 1)
+        for name in ("discount", "cost_discount", "trace", "target_rate"):
+            if check_number(f"ddpg.{name}", getattr(self, name), 0.0) > 1:
+                raise UserError(f"ddpg.{name} must be at most 1, got {getattr(self, name)}")
+
+
+def paper_config() -> DDPGConfig:
+    """Algorithm 1 to the letter: one-step targets, a single pair of critics, no trust region, no entropy."""
+    return DDPGConfig(trace=0.0, ensemble=1, trust=0.0, entropy=0.0)
+
+
+class Critics(eqx.Module):
+    """An ensemble of Q-functions of one signal."""
+
+    members: MLP  # leaves [member, ...]
+    action: Discrete | None = eqx.field(static=True)  # None: continuous, the action is an input
+
+    def __init__(self, width: int, spec: EnvSpec, ensemble: int, key: Key):
+        discrete = isinstance(spec.action, Discrete)
+        inputs, outputs = (width, spec.action.n) if discrete else (width + spec.action.size, 1)  # type: ignore[union-attr]
+        make = lambda k: MLP(inputs, HIDDEN, outputs, k, scale=0.01)  # noqa: E731
+        self.members = eqx.filter_vmap(make)(jax.random.split(key, ensemble))
+        self.action = spec.action if discrete else None  # type: ignore[assignment]
+
+    def taken(self, features: jax.Array, action: jax.Array) -> jax.Array:
+        """Q of the action taken, [member, ...]."""
+        if self.action is None:
+            return self._read(jnp.concatenate([features, action.astype(features.dtype)], -1))[..., 0]
+        return (self._read(features) * jax.nn.one_hot(action, self.action.n)).sum(-1)
+
+    def expected(self, features: jax.Array, policy: Distribution, key: Key) -> jax.Array:
+        """E_{a∼π} Q(·, a), [member, ...]; exact for discrete actions, one differentiable sample for continuous."""
+        if self.action is None:
+            return self.taken(features, policy.sample(key))
+        assert isinstance(policy, Categorical)
+        return (self._read(features) * jax.nn.softmax(policy.logits)).sum(-1)
+
+    def spread(self, features: jax.Array) -> jax.Array:
+        """Standard deviation over all actions, averaged over members, [...]; 1 where actions are continuous."""
+        if self.action is None:
+            return jnp.ones(features.shape[:-1])
+        return self._read(features).mean(0).std(-1)
+
+    def _read(self, inputs: jax.Array) -> jax.Array:
+        return eqx.filter_vmap(lambda member: member.read_out(inputs))(self.members)
+
+
+class Nets(eqx.Module):
+    """The policy and its critics."""
+
+    policy: PolicyNet
+    reward: Critics
+    cost: Critics
+
+    def __init__(self, net: NetConfig, spec: EnvSpec, ensemble: int, key: Key):
+        policy, reward, cost = jax.random.split(key, 3)
+        self.policy = PolicyNet(net, spec, policy)
+        self.reward = Critics(net.width, spec, ensemble, reward)
+        self.cost = Critics(net.width, spec, ensemble, cost)
+
+
+class Heads(eqx.Module):
+    """The parts of `Nets` with slow copies."""
+
+    actor: MLP
+    reward: Critics
+    cost: Critics
+
+
+@record
+class DDPGState:
+    """What the optimiser carries."""
+
+    net: Nets
+    slow: Heads
+    optimiser: PyTree
+    replay: Replay
+    scale: jax.Array  # [2] running root mean square of the reward and cost targets
+    progress: jax.Array  # [] share of the run that is over
+
+
+class DDPG:
+    """The optimiser; pure functions of its state."""
+
+    def __init__(
+        self,
+        env: Env,
+        net: NetConfig,
+        penalty: PenaltyConfig,
+        config: DDPGConfig,
+        *,
+        iterations: int,
+        example: Trials,
+    ):
+        self.env, self.net, self.penalty, self.config = env, net, penalty, config
+        self.iterations, self.example = iterations, example
+        schedule = optax.linear_schedule(0.0, config.learning_rate, 200)
+        self.optimiser = optax.chain(
+            optax.clip_by_global_norm(config.max_grad), optax.adam(schedule, b1=0.9, b2=0.99)
+        )
+
+    def init(self, key: Key) -> DDPGState:
+        """Fresh networks, an empty replay."""
+        net = Nets(self.net, self.env.spec, self.config.ensemble, key)
+        return DDPGState(
+            net=net,
+            slow=Heads(actor=net.policy.actor, reward=net.reward, cost=net.cost),
+            optimiser=self.optimiser.init(eqx.filter(net, eqx.is_array)),
+            replay=buffer.init(self.example, self.config.capacity),
+            scale=jnp.ones(2),
+            progress=jnp.float32(0.0),
+        )
+
+    def agent(self, state: DDPGState) -> NetAgent:
+        """The policy, sampled, without added exploration."""
+        return NetAgent(state.net.policy)
+
+    def explorer(self, state: DDPGState) -> NetAgent:
+        """The policy that plays in training."""
+        begin, end = self.config.exploration
+        return NetAgent(state.net.policy, epsilon=begin + (end - begin) * jnp.minimum(2 * state.progress, 1.0))
+
+    def update(
+        self, state: DDPGState, trials: Trials, tasks: PyTree, multiplier: jax.Array, iteration: jax.Array, key: Key
+    ) -> tuple[DDPGState, dict[str, jax.Array]]:
+        """Store the new trials, then take gradient steps on replayed ones; `multiplier` is [episode]."""
+        stored = buffer.add(state.replay, trials)
+        params, static = eqx.partition(state.net, eqx.is_array)
+        slow_params, slow_static = eqx.partition(state.slow, eqx.is_array)
+
+        def gradient_step(carry: tuple, key: Key) -> tuple:
+            params, slow, optimiser, scale = carry
+            sample_key, loss_key = jax.random.split(key)
+            batch = buffer.sample(stored, sample_key, self.config.batch)
+            heads = eqx.combine(slow, slow_static)
+            loss = lambda p: self.loss(eqx.combine(p, static), heads, batch, multiplier, scale, loss_key)  # noqa: E731
+            grads, (scale, metrics) = jax.grad(loss, has_aux=True)(params)
+            updates, optimiser = self.optimiser.update(grads, optimiser, params)
+            params = optax.apply_updates(params, updates)
+            fast = Heads(actor=params.policy.actor, reward=params.reward, cost=params.cost)
+            slow = optax.incremental_update(eqx.filter(fast, eqx.is_array), slow, self.config.target_rate)
+            return (params, slow, optimiser, scale), metrics | {"grad_norm": optax.global_norm(grads)}
+
+        carry = (params, slow_params, state.optimiser, state.scale)
+        keys = jax.random.split(key, self.config.updates)
+        (params, slow, optimiser, scale), metrics = jax.lax.scan(gradient_step, carry, keys)  # type: ignore[var-annotated]
+        state = DDPGState(
+            net=eqx.combine(params, static),
+            slow=eqx.combine(slow, slow_static),
+            optimiser=optimiser,
+            replay=stored,
+            scale=scale,
+            progress=(iteration + 1) / self.iterations,
+        )
+        means = jax.tree.map(lambda x: x.mean(0), metrics)
+        return state, means | {"reward_scale": scale[0], "cost_scale": scale[1]}
+
+    def loss(
+        self, net: Nets, slow: Heads, trials: Trials, multiplier: jax.Array, scale: jax.Array, key: Key
+    ) -> tuple[jax.Array, tuple]:
+        """L_v + L_c + L_p of Algorithm 1 over the valid steps of the rows."""
+        target_key, actor_key = jax.random.split(key)
+        features = net.policy.trunk.forward(trials.token, trials.trial)
+        policy = net.policy.distribution(features)
+        frozen = jax.lax.stop_gradient(features)
+        prior = net.policy.distribution(frozen, slow.actor)
+        mask = (trials.valid.at[:, -1].set(False)).astype(jnp.float32)
+
+        targets = self.targets(slow, prior, frozen, trials, scale, target_key)  # [2, row, time]
+        taken = [critics.taken(features, trials.action) for critics in (net.reward, net.cost)]
+        errors = [_mean((q - t) ** 2, mask) for q, t in zip(taken, targets, strict=True)]
+
+        # L_p = −Q(s, â) + λ v_e Q^c(s, â); the critics and their input are constants here.
+        steady = jax.lax.stop_gradient((net.reward, net.cost))
+        q, q_cost = (critics.expected(frozen, policy, actor_key).mean(0) for critics in steady)
+        weight = multiplier[trials.token.episode] * scale[1] / scale[0]
+        if self.penalty.form == "paper":
+            weight = weight * over_budget(trials)
+        # Long horizons bury an action's advantage in the value: measure Q in units of its spread over all actions.
+        # (Over the policy's own actions the unit would shrink to nothing as the policy turns greedy.)
+        unit = _mean(steady[0].spread(frozen) + weight * steady[1].spread(frozen), mask) + 1e-3
+        actor = _mean(-(q - weight * q_cost) / unit, mask)
+        drift = _mean(_kl(jax.lax.stop_gradient(prior), policy), mask)
+        randomness = _mean(policy.entropy(), mask)
+
+        rms = jnp.sqrt(jnp.stack([_mean((t * s) ** 2, mask) for t, s in zip(targets, scale, strict=True)]))
+        metrics = {
+            "actor_loss": actor, "reward_critic_loss": errors[0], "cost_critic_loss": errors[1],
+            "entropy": randomness, "kl": drift, "q": _mean(taken[0].mean(0), mask) * scale[0],
+            "q_cost": _mean(taken[1].mean(0), mask) * scale[1],
+        }  # fmt: skip
+        loss = actor + self.config.trust * drift - self.config.entropy * randomness
+        loss = loss + self.config.critic_weight * (errors[0] + errors[1])
+        return loss, (0.995 * scale + 0.005 * jnp.maximum(rms, 1e-2), metrics)
+
+    def targets(
+        self, slow: Heads, prior: Distribution, features: jax.Array, trials: Trials, scale: jax.Array, key: Key
+    ) -> jax.Array:
+        """Retrace targets of reward and cost from the slow heads, [2, row, time], in units of `scale`."""
+        within_trial = 1.0 - trials.trial_done
+        if self.penalty.form == "excess":
+            cost, cost_discount = excess_cost(trials), self.config.cost_discount * within_trial
+        else:
+            cost, cost_discount = trials.cost, 1.0 - trials.done
+        signal = jnp.stack([trials.reward, cost]) / scale[:, None, None]
+        discount = jnp.stack([self.config.discount * within_trial, cost_discount])
+        pools = ((slow.reward, jnp.min), (slow.cost, jnp.max))
+        pool = lambda q, worst: worst(q, 0) if self.config.pessimism else q.mean(0)  # noqa: E731
+        taken = jnp.stack([pool(c.taken(features, trials.action), worst) for c, worst in pools])
+        value = jnp.stack([pool(c.expected(features, prior, key), worst) for c, worst in pools])
+        ratio = jnp.exp(jnp.minimum(prior.log_prob(trials.action) - trials.extras["log_prob"], 0.0))
+        error = signal + discount * shift(value) - taken
+        cut = discount[..., -1] > 0  # a row cut in mid-trial has no next value
+        error = error.at[..., -1].set(jnp.where(cut, 0.0, error[..., -1]))
+        correction = linear_recurrence(discount * self.config.trace * shift(ratio), error)
+        return jax.lax.stop_gradient(taken + correction)
+
+
+def _kl(prior: Distribution, policy: Distribution) -> jax.Array:
+    """KL(prior ‖ policy), [...]; of tanh-normals: of the Gaussians underneath."""
+    if isinstance(prior, Categorical) and isinstance(policy, Categorical):
+        log_p, log_q = jax.nn.log_softmax(prior.logits), jax.nn.log_softmax(policy.logits)
+        return (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
+    assert isinstance(prior, TanhNormal)
+    assert isinstance(policy, TanhNormal)
+    ratio = jnp.exp(2 * (prior.log_std - policy.log_std))
+    gap = ((prior.mean - policy.mean) * jnp.exp(-policy.log_std)) ** 2
+    return 0.5 * (ratio + gap - 1 - jnp.log(ratio)).sum(-1)
+
+
+def _mean(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Mean over the masked steps; leading axes beyond [row, time] are averaged too."""
+    return (values * mask).sum() / jnp.maximum(mask.sum(), 1) / (values.size / mask.size)
