@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from safeicrl.algos import registry
-from safeicrl.envs.api import record
+from safeicrl.envs.api import record, replace
 from safeicrl.envs.dark_room import SafeDarkRoom
-from safeicrl.trial import episode_sums, run_trials, sample_queue
+from safeicrl.trial import episode_sums, run_trials
 
 ROOM = SafeDarkRoom(size=3, obstacles=2, max_steps=5, episodes=4, train_budget=(1.0, 3.0), test_budget=(1.0, 3.0))
 
@@ -44,14 +44,16 @@ class TableState:
     multiplier: jax.Array
     key: jax.Array
     step: jax.Array
+    bad_from: jax.Array  # in the state, so that all configs share one compiled update
+    bad_share: jax.Array
 
 
 @dataclass(frozen=True)
 class TableConfig:
     lr: float = 0.5
     trials: int = 16
-    bad_from: int = 10**6  # iterations bad_from … bad_until−1 make the table nan
-    bad_until: int = 10**6
+    bad_from: int = 10**6  # from this step on every update makes the table nan
+    bad_share: float = 0.0  # share of updates that do, chosen by the key
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,14 @@ class TableAlgorithm:
 
     def init(self, key: jax.Array) -> TableState:
         table = 0.01 * jax.random.normal(key, (self.env.size**2, 5))
-        return TableState(table=table, multiplier=jnp.array(0.5), key=key, step=jnp.int32(0))
+        return TableState(
+            table=table,
+            multiplier=jnp.array(0.5),
+            key=key,
+            step=jnp.int32(0),
+            bad_from=jnp.int32(self.config.bad_from),
+            bad_share=jnp.float32(self.config.bad_share),
+        )
 
     def agent(self, state: TableState) -> TableAgent:
         return TableAgent(table=state.table, size=self.env.size)
@@ -70,9 +79,11 @@ class TableAlgorithm:
         return {"kind": "table"}
 
     def update(self, state: TableState) -> tuple[TableState, dict[str, jax.Array]]:
-        key, queue_key, run_key = jax.random.split(state.key, 3)
+        key, run_key = jax.random.split(state.key)
         spec, trials = self.env.spec, self.config.trials
-        tasks, budgets = sample_queue(self.env, "train", spec.train_budget, (trials, 1), queue_key)
+        room = self.env.make_task(goal=(0, 0), obstacles=[(0, 1), (2, 2)])  # one room: quick to compile
+        tasks = jax.tree.map(lambda x: jnp.broadcast_to(x, (trials, 1, *x.shape)), room)
+        budgets = jnp.linspace(*spec.train_budget, trials)[:, None]
         played = run_trials(
             self.env, self.agent(state), tasks, budgets, run_key,
             episodes=spec.episodes, steps=spec.trial_steps,
@@ -87,8 +98,9 @@ class TableAlgorithm:
 
         value, gradient = jax.value_and_grad(loss)(state.table)
         over = (sums.costs > budgets).mean()
-        bad = (state.step >= self.config.bad_from) & (state.step < self.config.bad_until)
-        state = TableState(
+        bad = (state.step >= state.bad_from) | (jax.random.uniform(key) < state.bad_share)
+        state = replace(
+            state,
             table=jnp.where(bad, jnp.nan, state.table - self.config.lr * gradient),
             multiplier=jnp.maximum(0.0, state.multiplier + 0.1 * (over - 0.05)),
             key=key,

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
-import safetensors.numpy
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
 from safeicrl.envs.api import PyTree
@@ -25,7 +24,7 @@ from safeicrl.version import VERSION
 
 FORMAT = 1  # raised when a file of the old form can no longer be read
 
-# safetensors' own NumPy reader does not know bfloat16
+# safetensors' own NumPy functions do not know bfloat16
 DTYPES = {
     "BOOL": np.bool_, "BF16": jnp.bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64,
     "I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64,
@@ -38,7 +37,7 @@ def save(path: Path, tree: PyTree, *, kind: str, meta: dict[str, Any]) -> None:
     arrays = {name: _to_numpy(leaf) for name, leaf in named_arrays(tree).items()}
     text = json.dumps(plain({**meta, "safeicrl": VERSION}), sort_keys=True)
     header = {"format": str(FORMAT), "kind": kind, "meta": text, "sha256": _digest(arrays, text)}
-    atomic_write(path, [safetensors.numpy.save(arrays, metadata=header)])
+    atomic_write(path, _serialise(arrays, header))
 
 
 def load(path: Path, like: PyTree, *, kind: str) -> tuple[PyTree, dict[str, Any]]:
@@ -73,10 +72,6 @@ def read(path: Path, *, kind: str) -> tuple[dict[str, np.ndarray], dict[str, Any
     if _digest(arrays, header["meta"]) != header["sha256"]:
         raise UserError(f"{path} is damaged: its SHA-256 differs from the one written with it")
     return arrays, json.loads(header["meta"])
-
-
-def _view(entry: dict[str, Any]) -> np.ndarray:
-    return np.frombuffer(entry["data"], DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
 
 def named_arrays(tree: PyTree) -> dict[str, Any]:
@@ -132,6 +127,28 @@ def _check_names(path: Path, wanted: dict[str, Any], arrays: dict[str, np.ndarra
             raise UserError(f"{path} has an array {name!r} that this model or configuration does not have")
 
 
+def _view(entry: dict[str, Any]) -> np.ndarray:
+    return np.frombuffer(entry["data"], DTYPES[entry["dtype"]]).reshape(entry["shape"])
+
+
+def _serialise(arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
+    """The safetensors format, array by array: no second copy in memory, and the same bytes for the same state."""
+    names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, array in arrays.items():
+        begin, end = end, end + array.nbytes
+        header[name] = {"dtype": names[array.dtype], "shape": array.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield struct.pack("<Q", len(text)) + text
+    yield from (_bytes(array) for array in arrays.values())
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
 def _digest(arrays: dict[str, np.ndarray], text: str) -> str:
     digest = hashlib.sha256(text.encode())
     for chunk in _chunks(arrays):
@@ -142,7 +159,7 @@ def _digest(arrays: dict[str, np.ndarray], text: str) -> str:
 def _chunks(arrays: dict[str, np.ndarray]) -> Iterator[bytes | memoryview]:
     for name, array in sorted(arrays.items()):
         yield f"{name} {array.dtype.name} {array.shape}".encode()
-        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        yield _bytes(array)
 
 
 def _is_key(leaf: Any) -> bool:

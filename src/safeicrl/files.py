@@ -1,5 +1,6 @@
 """Writing files so that a crash, a kill or a full disk never costs what was there before."""
 
+import contextlib
 import errno
 import json
 import math
@@ -30,11 +31,10 @@ def atomic_write(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
         os.replace(temporary, path)
         _sync_folder(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise UserError(_why(path, error)) from None
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    finally:
+        with contextlib.suppress(OSError):  # after the rename there is nothing left to remove
+            temporary.unlink()
 
 
 def _why(path: Path, error: OSError) -> str:

@@ -313,7 +313,7 @@ def _log(
     line: dict[str, Any] = {
         "iteration": status.iteration, "env_steps": status.env_steps, "seconds": round(status.seconds, 3),
     }  # fmt: skip
-    means = {name: value.mean(axis=0) for name, value in values.items()}
+    means = {name: _finite_mean(value) for name, value in values.items()}
     means["steps_per_second"] = values["steps_per_second"].sum()
     line |= means
     if config.seeds > 1:
@@ -324,6 +324,13 @@ def _log(
         which = ", ".join(str(seed) for seed, bad in zip(_seeds(config), values["rolled_back"], strict=True) if bad)
         terminal.say(f"iteration {status.iteration}: not finite, rolled back (seed {which})", style="yellow")
     terminal.progress(*_progress(means, status, config))
+
+
+def _finite_mean(value: np.ndarray) -> np.ndarray:
+    """Mean over seeds, [seed, ...] → [...], without those rolled back; nan where none is left."""
+    finite = np.isfinite(value)
+    total, count = np.where(finite, value, 0.0).sum(axis=0), finite.sum(axis=0)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
 def _progress(means: dict[str, np.ndarray], status: Status, config: TrainConfig) -> tuple[float, str]:

@@ -1,0 +1,194 @@
+"""The command line: what it prints and writes, and that no mistake ever shows a traceback."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from standin import ROOM, TableConfig
+
+from safeicrl import presets
+from safeicrl.cli import main
+from safeicrl.config import from_plain
+from safeicrl.demo import contenders, replay, run
+from safeicrl.envs.dark_room import SafeDarkRoom
+from safeicrl.errors import UserError
+from safeicrl.log import read_metrics
+from safeicrl.presets import Experiment, load_experiment
+from safeicrl.results import load_results
+from safeicrl.train import EvalConfig, TrainConfig
+from safeicrl.version import VERSION
+
+
+@pytest.fixture(autouse=True)
+def table_preset(monkeypatch):
+    train = TrainConfig(iterations=2, checkpoint_minutes=0.0, evaluation=EvalConfig(every=0, tasks=20, rows=20))
+    experiment = Experiment(env=ROOM, algo=TableConfig(), train=train)
+    monkeypatch.setitem(presets.PRESETS, "table", lambda: experiment)
+
+
+def refused(capsys, *args) -> str:
+    """The one line a mistake gets."""
+    assert main(list(args)) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1, said.err
+    assert said.err.startswith("safeicrl: ")
+    assert "Traceback" not in said.err
+    return said.err
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ("trian", "unknown command 'trian'.*Did you mean 'train'"),
+        ("train --preset tabel", "unknown preset 'tabel'.*Did you mean 'table'"),
+        ("train --preset table --minuts 3", "unknown option --minuts; did you mean --minutes"),
+        ("train --preset table --algo.trails 3", "did you mean --algo.trials"),
+        ("train --preset table --env.sise 3", "did you mean --env.size"),
+        ("train --preset table --evaluation.evry 3", "did you mean --evaluation.every"),
+        ("train --preset table --env.size 2 --env.obstacles 3", "obstacles must be at most 2"),
+        ("train --preset table --iterations x", "iterations"),
+        ("train --preset table --iterations 0", "iterations must be an integer"),
+        ("train --preset table --iterations 3 --chunk 2", "multiple of chunk"),
+        ("train --preset table word", "unexpected argument 'word'"),
+        ("train --resume nowhere", "no training run at"),
+        ("train --resume nowhere --preset table", "leave out --preset"),
+        ("evaluate", "needs either a policy"),
+        ("evaluate safe-dark-rom", "unknown policy 'safe-dark-rom'"),
+        ("evaluate x --agent random", "needs either a policy"),
+        ("evaluate --agent randon", "invalid choice 'randon'"),
+        ("evaluate --agent random --env safe-dark-rom", "Did you mean 'safe-dark-room'"),
+        ("evaluate --agent random --env-args sise=3", "Did you mean 'size'"),
+        ("evaluate --agent random --env-args size", "name=value"),
+        ("evaluate --agent random --env-args size=big", "safe-dark-room.size must be of type int"),
+        ("evaluate --agent random --greedy", "no temperature"),
+        ("evaluate --agent random --budgets 5 1", "must rise"),
+        ("evaluate --agent random --budgets -1 1", "budget"),
+        ("evaluate --agent random --tasks 0", "tasks must be"),
+        ("plot", "needs results files"),
+        ("plot nothing.npz", "no results file"),
+        ("demo --tasks 0", "tasks must be"),
+        ("list --all", "unknown option --all"),
+    ],
+)
+def test_mistakes_are_one_line(capsys, args, words):
+    assert re.search(words, refused(capsys, *args.split()))
+
+
+def test_help_and_version(capsys):
+    assert main([]) == 0
+    for name in ("train", "evaluate", "plot", "demo", "list"):
+        assert name in capsys.readouterr().out or main([]) == 0
+    assert main(["--version"]) == 0
+    assert VERSION in capsys.readouterr().out
+    with pytest.raises(SystemExit) as leaving:
+        main(["train", "--preset", "table", "--help"])
+    assert not leaving.value.code
+    shown = capsys.readouterr().out
+    for option in ("--minutes", "--seeds", "--env.size", "--algo.lr", "--evaluation.every", "--resume", "--out"):
+        assert option in shown
+
+
+def test_the_version_is_the_packages():
+    project = Path(__file__).parent.parent / "pyproject.toml"
+    assert tomllib.loads(project.read_text())["project"]["version"] == VERSION
+
+
+def test_names_are_listed(capsys):
+    assert main(["list"]) == 0
+    shown = capsys.readouterr().out
+    for name in ("safe-dark-room", "explorer", "scared", "darkroom-small"):
+        assert name in shown
+
+
+def test_train_resume_and_plot(tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["train", "--preset", "table", "--algo.lr", "0.25", "--seed", "3", "--out", str(out)]) == 0
+    assert load_experiment(out).algo == TableConfig(lr=0.25)
+    assert (out / "best-seed3.safetensors").exists()
+    assert main(["train", "--resume", str(out), "--iterations", "4"]) == 0
+    assert [line["iteration"] for line in read_metrics(out / "metrics.jsonl") if "return" in line] == [1, 2, 3, 4]
+    capsys.readouterr()
+    assert "algo cannot change" in refused(capsys, "train", "--resume", str(out), "--algo.lr", "0.5")
+    assert "seed cannot change" in refused(capsys, "train", "--resume", str(out), "--seed", "4")
+    assert main(["plot", str(out), "--out", str(tmp_path / "figures")]) == 0
+    assert (tmp_path / "figures" / "training.png").stat().st_size > 5000
+    (out / "config.json").write_text("{}")
+    assert "no training run" in refused(capsys, "train", "--resume", str(out))
+
+
+def test_evaluate_writes_results(tmp_path, capsys):
+    args = "evaluate --agent random --env-args size=3 obstacles=2 episodes=2 max_steps=4 --tasks 10 --budgets 1 3"
+    assert main([*args.split(), "--out", str(tmp_path / "random")]) == 0
+    assert "total return of 2" in capsys.readouterr().out
+    found = load_results(tmp_path / "random")
+    assert found.returns.shape == (10, 2)
+    assert found.budget_range == (1.0, 3.0)
+    assert found.meta["agent"] == "random"
+    assert json.loads((tmp_path / "random.json").read_text())["meta"]["env"]["parameters"]["size"] == 3
+
+
+def test_the_module_is_the_program():
+    command = [sys.executable, "-m", "safeicrl", "trian"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "Did you mean 'train'" in done.stderr
+
+
+def test_the_library_runs_without_the_command_lines_packages():
+    code = "import sys; sys.modules |= {'tyro': None, 'gymnasium': None}; import safeicrl.train, safeicrl.presets, safeicrl.demo"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_demo_leaves_its_files(tmp_path, capsys):
+    env = SafeDarkRoom(size=4, obstacles=4, max_steps=6, episodes=3)
+    files = run(tmp_path, tasks=10, env=env)
+    names = {file.name for file in files}
+    assert {
+        "episodes.png",
+        "budgets.png",
+        "over-budget.png",
+        "one-room.gif",
+        "planner.npz",
+        "planner.json",
+    } <= names
+    assert all(file.stat().st_size > 100 for file in files)
+    shown = capsys.readouterr().out
+    assert "explorer" in shown
+    assert str(tmp_path) in shown
+    assert load_results(tmp_path / "explorer").over.sum() == 0
+
+
+def test_a_replay_tells_what_happened():
+    env = SafeDarkRoom(size=4, obstacles=4, max_steps=6, episodes=3)
+    explorer = contenders(env)[0]
+    shown = replay(explorer, budget=2.0)
+    assert len(shown.paths) == 3
+    assert len(shown.obstacles) == 4
+    for path, costs, reached in zip(shown.paths, shown.step_costs, shown.reached, strict=True):
+        assert path[0] == (2, 2)
+        assert len(path) == len(costs) + 1
+        assert reached == (path[-1] == shown.goal)
+        assert costs == [float(cell in shown.obstacles) for cell in path[1:]]
+        assert sum(costs) <= 2
+
+
+def test_configs_from_json():
+    saved = {"iterations": 3, "minutes": 2, "evaluation": {"every": 0, "temperature": None}}
+    assert from_plain(TrainConfig, saved) == TrainConfig(iterations=3, minutes=2.0, evaluation=EvalConfig(every=0))
+    for values, words in (
+        ({"iterations": "3"}, "iterations must be of type int"),
+        ({"evaluation": {"evry": 3}}, "unknown setting of evaluation 'evry'.*Did you mean 'every'"),
+        ({"evaluation": 3}, "evaluation must be a group of settings"),
+        ({"tensorboard": 1}, "tensorboard must be of type bool"),
+    ):
+        with pytest.raises(UserError, match=words):
+            from_plain(TrainConfig, values)
+    with pytest.raises(UserError, match="train_budget must be a list"):
+        from_plain(SafeDarkRoom, {"train_budget": 3})
+    assert from_plain(SafeDarkRoom, {"train_budget": [1, 3]}).train_budget == (1.0, 3.0)

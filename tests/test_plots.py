@@ -1,0 +1,198 @@
+"""Figures, tables and the animation: drawn from files, never blank, with what one must know written on them."""
+
+import json
+import subprocess
+import sys
+
+import matplotlib.image
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from safeicrl import plots
+from safeicrl.animation import Replay, animate, chosen_episodes
+from safeicrl.errors import UserError
+from safeicrl.report import draw_all, group, summary_table
+from safeicrl.results import Results, save_results
+
+
+def results(label="agent", seed=0, episodes=12, **meta) -> Results:
+    random = np.random.default_rng(seed)
+    tasks = 40
+    return Results(
+        returns=(random.random((tasks, episodes)) < np.linspace(0.2, 0.9, episodes)).astype(float),
+        costs=random.poisson(2.0, (tasks, episodes)).astype(float),
+        lengths=np.full((tasks, episodes), 9.0),
+        budgets=np.linspace(1, 10, tasks),
+        meta={
+            "label": label,
+            "budget_range": [1, 10],
+            "command": "safeicrl evaluate x",
+            "actions": "greedy",
+            **meta,
+        },
+    )
+
+
+def lines_of(axis):
+    return {line.get_label(): line.get_xydata() for line in axis.lines}
+
+
+def test_the_first_figure_shows_the_mean_of_each_episode():
+    one = results()
+    figure = plots.by_episode(group([one]))
+    returns, costs = figure.axes
+    np.testing.assert_allclose(returns.lines[0].get_ydata(), one.returns.mean(axis=0))
+    np.testing.assert_allclose(costs.lines[0].get_ydata(), one.costs.mean(axis=0))
+    np.testing.assert_array_equal(returns.lines[0].get_xdata(), np.arange(1, 13))
+    band = returns.collections[0].get_paths()[0].vertices[:, 1]
+    error = one.returns.std(axis=0, ddof=1) / np.sqrt(40)
+    assert band.max() == pytest.approx((one.returns.mean(axis=0) + error).max())
+
+
+def test_several_seeds_are_one_line_with_a_band_over_seeds():
+    seeds = [results(seed=seed) for seed in range(3)]
+    figure = plots.by_episode(group(seeds))
+    means = np.stack([one.returns.mean(axis=0) for one in seeds])
+    (line,) = figure.axes[0].lines
+    np.testing.assert_allclose(line.get_ydata(), means.mean(axis=0))
+    band = figure.axes[0].collections[0].get_paths()[0].vertices[:, 1]
+    assert band.max() == pytest.approx((means.mean(axis=0) + means.std(axis=0, ddof=1) / np.sqrt(3)).max())
+
+
+def test_the_second_figure_shows_totals_and_largest_costs():
+    one = results()
+    figure = plots.by_budget(group([one]), bins=1)
+    assert figure.axes[0].lines[0].get_ydata() == pytest.approx([one.returns.sum(axis=1).mean()])
+    assert figure.axes[1].lines[0].get_ydata() == pytest.approx([one.costs.max(axis=1).mean()])
+    assert any(text.get_text() == "the budget" for text in figure.axes[1].texts)
+
+
+def test_shares_over_budget():
+    one = results()
+    figure = plots.over_budget(group([one]), bins=1)
+    np.testing.assert_allclose(figure.axes[0].lines[0].get_ydata(), one.over.mean(axis=0))
+    assert figure.axes[1].lines[0].get_ydata() == pytest.approx([one.over.mean()])
+
+
+def test_lines_are_named_in_their_colours_and_references_always_look_the_same():
+    groups = group([results("mine"), results("planner", agent="planner"), results("other")])
+    for figure in (plots.by_episode(groups), plots.by_episode(dict(reversed(groups.items())))):
+        axis = figure.axes[0]
+        named = {text.get_text(): text.get_color() for text in axis.texts}
+        assert set(named) == {"mine", "planner", "other"}
+        assert named["planner"] == plots.REFERENCE_COLOURS["planner"]
+        assert named["mine"] != named["other"]
+        heights = sorted(text.get_position()[1] for text in axis.texts)
+        assert min(np.diff(heights)) > 0.05 * np.ptp(axis.get_ylim())  # no two names on top of each other
+    assert "safeicrl evaluate x" in figure.get_supxlabel()
+    assert "greedy" in figure.get_supxlabel()
+
+
+def test_one_budget_only():
+    one = results()
+    fixed = Results(
+        returns=one.returns, costs=one.costs, lengths=one.lengths, budgets=np.full(40, 3.0), meta={"label": "x"}
+    )
+    plots.by_budget(group([fixed]))
+
+
+def log(seeds: int) -> list[dict]:
+    lines = []
+    for i in range(1, 9):
+        line = {
+            "iteration": i,
+            "env_steps": 1000 * i,
+            "return": i / 9,
+            "cost": 2.0,
+            "budget": 3.0,
+            "over_budget": 0.1,
+        }
+        line["lambda"] = None if i == 3 else 0.5
+        if seeds > 1:
+            line |= {f"{name}/seeds": [line[name]] * seeds for name in ("return", "cost", "over_budget", "lambda")}
+        lines.append(line)
+    lines.append(
+        {"iteration": 8, "env_steps": 8000, "eval/last_return": 0.9, "eval/cost": 1.0, "eval/over_budget": 0}
+    )
+    return lines
+
+
+def test_training_curves_run_over_env_steps():
+    figure = plots.training([("run", log(1), "safeicrl train --seed 1")])
+    axis = figure.axes[0]
+    np.testing.assert_array_equal(axis.lines[0].get_xdata(), np.arange(1000, 9000, 1000))
+    assert axis.get_xlabel() == "env steps"
+    assert len(figure.axes[3].lines[0].get_xdata()) == 7  # a rolled-back iteration leaves a gap, not a zero
+    assert "safeicrl train --seed 1" in figure.get_supxlabel()
+    assert len(plots.training([("run", log(3), "")]).axes[0].lines) == 3 + 2
+
+
+@pytest.mark.parametrize("extension", ["png", "svg"])
+def test_files_become_figures(tmp_path, extension):
+    save_results(results("a"), tmp_path / "a")
+    save_results(results("b"), tmp_path / "b")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log(2)))
+    (run / "config.json").write_text('{"command": "safeicrl train"}')
+    files = draw_all([tmp_path / "a.npz", tmp_path / "b.json", run], tmp_path / "figures", extension)
+    assert [file.name for file in files] == [
+        f"{name}.{extension}" for name in ("episodes", "budgets", "over-budget", "training")
+    ]
+    for file in files:
+        assert file.stat().st_size > 5000
+        if extension == "png":
+            assert matplotlib.image.imread(file).std() > 0.01, "blank"
+
+
+def test_nothing_to_draw(tmp_path):
+    with pytest.raises(UserError, match="no training log at"):
+        draw_all([tmp_path], tmp_path)
+    with pytest.raises(UserError, match="no results file at"):
+        draw_all([tmp_path / "a.npz"], tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"a": 1}\n')
+    with pytest.raises(UserError, match="is no metrics file"):
+        draw_all([tmp_path], tmp_path)
+
+
+def test_the_table_fits_a_terminal():
+    console = Console(width=80, record=True)
+    console.print(summary_table([results("agent"), results("explorer"), results("planner"), results("random")]))
+    text = console.export_text()
+    for words in ("total return of 12", "over budget", "budget 1–2", "budget 8–10", "planner"):
+        assert words in text
+    assert "…" not in text
+
+
+def test_the_animation_moves(tmp_path):
+    paths = [[(1, 1), (0, 1), (0, 2)], [(1, 1), (1, 2)], [(1, 1), (0, 1), (0, 0)]]
+    replay = Replay(
+        label="x", size=3, goal=(0, 0), obstacles=[(0, 2)], budget=1.0, paths=paths,
+        step_costs=[[0, 1], [0], [0, 0]], reached=[False, False, True],
+    )  # fmt: skip
+    np.testing.assert_array_equal(replay.costs, [1, 0, 0])
+    with Image.open(animate(replay, tmp_path / "a.gif")) as image:
+        assert image.n_frames == 3
+        frames = []
+        for index in range(3):
+            image.seek(index)
+            frames.append(np.asarray(image.convert("RGB")).astype(int))
+    assert all(abs(a - b).max() > 50 for a, b in zip(frames[:-1], frames[1:], strict=True))
+
+
+def test_the_animation_shows_the_first_and_the_last_episode():
+    assert chosen_episodes(50) == [0, 1, 4, 9, 22, 49]
+    assert chosen_episodes(3) == [0, 1, 2]
+    assert chosen_episodes(1) == [0]
+
+
+def test_reading_and_drawing_never_load_jax(tmp_path):
+    save_results(results("a"), tmp_path / "a")
+    code = (
+        "import sys; from pathlib import Path; import safeicrl.animation; from safeicrl.report import draw_all;"
+        f"draw_all([Path({str(tmp_path / 'a.npz')!r})], Path({str(tmp_path)!r})); sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert (tmp_path / "episodes.png").exists()

@@ -1,0 +1,225 @@
+"""Released policies: start and act give what `run_trials` gives, and every misuse is one line."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from standin import ROOM, TableAgent
+
+from safeicrl import checkpoint, load_policy
+from safeicrl import policy as policies
+from safeicrl.errors import UserError
+from safeicrl.evaluate import describe_env
+from safeicrl.policy import Policy
+from safeicrl.trial import run_trials, sample_queue
+
+
+class Nosy(eqx.Module):
+    """Actions from a hash of everything in all tokens so far: any slip in the history changes what follows."""
+
+    salt: jax.Array  # [] int32
+
+    def init(self, tasks, rows):
+        return jnp.zeros(rows, jnp.uint32)
+
+    def extend(self, memory, steps):
+        return memory
+
+    def act(self, memory, token, key):
+        memory = jnp.where(token.first, 0, memory)
+        parts = [
+            token.observation[:, 0], token.observation[:, 1], token.previous[:, 0], token.previous[:, 1],
+            token.action, token.reward * 2, token.cost * 3, token.ctg * 5, token.start, token.time, token.episode,
+            jnp.full_like(token.time, self.salt),
+        ]  # fmt: skip
+        for part in parts:
+            memory = memory * 31 + part.astype(jnp.int32).astype(jnp.uint32) + 7
+        return memory, ((memory >> 7) % 5).astype(jnp.int32), None
+
+
+def nosy() -> Policy:
+    card = {"kind": "nosy", "env": describe_env(ROOM)}
+    return Policy(env=ROOM, agent=Nosy(salt=jnp.int32(3)), card=card)
+
+
+def played(rows):
+    tasks, _ = sample_queue(ROOM, "test", (0, 1), (rows, 1), jax.random.key(1))
+    budgets = jnp.array([1.7, 2.0, 3.0, 0.0])[:rows, None]
+    steps = ROOM.spec.trial_steps
+    trials = run_trials(ROOM, nosy().agent, tasks, budgets, jax.random.key(0), episodes=4, steps=steps)
+    return budgets[:, 0], jax.tree.map(np.asarray, trials)
+
+
+def test_a_batch_acts_as_in_run_trials():
+    budgets, trials = played(4)
+    policy = nosy()
+    policy.start(budget=budgets.tolist())
+    last = {}
+    for time in range(trials.action.shape[1]):
+        alive = trials.valid[:, time]
+        action = policy.act(trials.token.observation[:, time], **last)
+        np.testing.assert_array_equal(action[alive], trials.action[alive, time])
+        last = {name: getattr(trials, name)[:, time] for name in ("reward", "cost", "terminated", "truncated")}
+    ends = trials.done & trials.valid
+    assert ends.sum() == 16
+    assert len({tuple(row) for row in ends}) > 1  # rows did end their episodes at different times
+
+
+def test_a_single_row_acts_as_in_run_trials_and_goes_on_after_the_last_episode():
+    _, trials = played(1)
+    policy = nosy()
+    policy.start(budget=1.7)
+    steps = int(trials.valid[0].sum())
+    for time in range(steps):
+        last = (
+            []
+            if time == 0
+            else [x[0, time - 1] for x in (trials.reward, trials.cost, trials.terminated, trials.truncated)]
+        )
+        action = policy.act(tuple(trials.token.observation[0, time]), *last)
+        assert type(action) is int
+        assert action == trials.action[0, time]
+    for _ in range(50):
+        assert policy.act((1, 1), 0.0, 1.0, False, True) in range(5)
+
+
+def test_start_forgets_everything():
+    policy = nosy()
+    runs = []
+    for _ in range(2):
+        policy.start(budget=2)
+        runs.append([policy.act((1, 1)), *(policy.act((1, 0), 0.0, 1.0) for _ in range(6))])
+    assert runs[0] == runs[1]
+    policy.start(budget=3)
+    assert [policy.act((1, 1)), *(policy.act((1, 0), 0.0, 1.0) for _ in range(6))] != runs[0]
+
+
+def test_seeds_decide_sampled_actions():
+    policy = Policy(env=ROOM, agent=TableAgent(table=jnp.zeros((9, 5)), size=3), card={})
+    runs = []
+    for seed in (0, 0, 1):
+        policy.start(budget=1, batch=20, seed=seed)
+        runs.append(policy.act(np.ones((20, 2), int)).tolist())
+    assert runs[0] == runs[1] != runs[2]
+
+
+@pytest.fixture
+def released(tmp_path, monkeypatch):
+    monkeypatch.setitem(
+        policies.KINDS, "table", lambda card, env: TableAgent(table=jnp.zeros((env.size**2, 5)), size=env.size)
+    )
+    agent = TableAgent(table=jnp.arange(45.0).reshape(9, 5), size=3)
+    path = tmp_path / "best-seed0.safetensors"
+    checkpoint.save_policy(path, agent, {"kind": "table", "env": describe_env(ROOM), "note": "δ"})
+    return path
+
+
+def test_a_policy_is_found_by_any_of_its_names(released):
+    for name in (released, released.with_suffix(""), released.with_suffix(".json"), released.parent, str(released)):
+        policy = load_policy(name)
+        assert policy.card["note"] == "δ"
+        assert policy.env == ROOM
+        np.testing.assert_array_equal(policy.agent.table, np.arange(45.0).reshape(9, 5))
+
+
+def test_how_it_chooses_actions(released):
+    assert load_policy(released).card["actions"] == "sampled, temperature 1"
+    assert load_policy(released, greedy=True).card["actions"] == "greedy"
+    greedy = load_policy(released, greedy=True)
+    greedy.start(budget=1)
+    assert greedy.act((1, 1)) == 4
+    card = checkpoint.read_card(released)
+    checkpoint.save_policy(released, greedy.agent, {**card, "temperature": 0.25})
+    assert load_policy(released).card["actions"] == "sampled, temperature 0.25"
+
+
+def test_policies_that_are_none(released, tmp_path):
+    with pytest.raises(UserError, match="unknown policy 'safe-dark-rom'"):
+        load_policy("safe-dark-rom")
+    with pytest.raises(UserError, match="no policy at"):
+        load_policy(tmp_path / "none.safetensors")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="holds no policy"):
+        load_policy(tmp_path / "empty")
+    card = checkpoint.read_card(released)
+    for changed, words in (
+        ({"kind": "tabel"}, "unknown kind of policy 'tabel'"),
+        ({"env": {"name": "safe-dark-room"}}, "incomplete policy card"),
+        ({"env": {"name": "x", "parameters": {}}}, "unknown environment 'x'"),
+        ({"env": {"name": "safe-dark-room", "parameters": {"sise": 3}}}, "Did you mean 'size'"),
+        (
+            {"env": {"name": "safe-dark-room", "parameters": {"size": 5, "obstacles": 6}}},
+            r"shape \(9, 5\), expected \(25, 5\)",
+        ),
+    ):
+        checkpoint.save_policy(released, load_table(), {**card, **changed})
+        with pytest.raises(UserError, match=words) as error:
+            load_policy(released)
+        assert "\n" not in str(error.value)
+
+
+def load_table():
+    return TableAgent(table=jnp.zeros((9, 5)), size=3)
+
+
+@pytest.mark.parametrize(
+    ("budget", "more", "words"),
+    [
+        (-1, {}, "budget must be a finite number ≥ 0, got -1"),
+        (float("nan"), {}, "budget must be a finite number"),
+        ("3", {}, "budget must be a number"),
+        ([[1, 2]], {}, "a number or a list of numbers"),
+        ([1, 2], {"batch": 3}, "2 budgets were given for a batch of 3"),
+        (1, {"batch": 0}, "batch must be"),
+        (1, {"seed": -1}, "seed must be"),
+        ([], {}, "batch must be"),
+    ],
+)
+def test_bad_starts(budget, more, words):
+    with pytest.raises(UserError, match=words):
+        nosy().start(budget, **more)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (((0, 3), 0.0, 0.0), "observation must be a cell in"),
+        (((-1, 0), 0.0, 0.0), "observation must be a cell in"),
+        (((0.5, 0), 0.0, 0.0), "observation must be a cell in"),
+        (((0, float("nan")), 0.0, 0.0), "observation must be finite"),
+        (((0, 0, 0), 0.0, 0.0), r"observation must have shape \(2,\)"),
+        (("up", 0.0, 0.0), "observation must be made of numbers"),
+        (((0, 0),), "needs the last step's reward"),
+        (((0, 0), 0.0), "needs the last step's cost"),
+        (((0, 0), float("inf"), 0.0), "reward must be finite"),
+        (((0, 0), 0.0, float("nan")), "cost must be finite"),
+        (((0, 0), 0.0, -1.0), "cost must be ≥ 0"),
+        (((0, 0), [0.0, 1.0], 0.0), "reward must be one number"),
+        (((0, 0), 0.0, 0.0, "no"), "terminated must be true or false"),
+    ],
+)
+def test_bad_steps_change_nothing(arguments, words):
+    policy, twin = nosy(), nosy()
+    for each in (policy, twin):
+        each.start(budget=2)
+        each.act((1, 1))
+    with pytest.raises(UserError, match=words):
+        policy.act(*arguments)
+    assert policy.act((1, 0), 0.0, 1.0) == twin.act((1, 0), 0.0, 1.0)
+
+
+def test_bad_batches():
+    policy = nosy()
+    with pytest.raises(UserError, match="before start"):
+        policy.act((1, 1))
+    policy.start(budget=2, batch=3)
+    with pytest.raises(UserError, match=r"observation must have shape \(3, 2\), got \(2, 2\)"):
+        policy.act(np.ones((2, 2)))
+    with pytest.raises(UserError, match="first call after start"):
+        policy.act(np.ones((3, 2)), np.ones(3), np.zeros(3))
+    policy.act(np.ones((3, 2)))
+    with pytest.raises(UserError, match="cost must be one number for each of 3 rows"):
+        policy.act(np.ones((3, 2)), np.zeros(3), 1.0)
+    with pytest.raises(UserError, match="truncated must be true or false, or 3 of them"):
+        policy.act(np.ones((3, 2)), np.zeros(3), np.zeros(3), False, [True, False])
