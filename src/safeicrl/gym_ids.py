@@ -1,6 +1,12 @@
 """Registers the environments with Gymnasium by name only: none, and no JAX, is loaded before one is made."""
 
-GYM_IDS = {"safeicrl/SafeDarkRoom-v0": "safe-dark-room"}  # Gymnasium's id → name in envs/registry.py
+GYM_IDS = {  # Gymnasium's id → name in envs/registry.py
+    "safeicrl/SafeDarkRoom-v0": "safe-dark-room",
+    "safeicrl/SafeDarkPoint-v0": "safe-dark-point",
+    "safeicrl/SafeDarkCar-v0": "safe-dark-car",
+    "safeicrl/SafeVelocityHalfCheetah-v0": "safe-velocity-half-cheetah",
+    "safeicrl/SafeVelocityAnt-v0": "safe-velocity-ant",
+}
 
 
 def register() -> None:

@@ -11,6 +11,7 @@ other three happens. The face can show what an agent must not see: `env.unwrappe
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,10 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium import spaces
 
-from safeicrl.envs import draw
+from safeicrl.envs import draw, render
 from safeicrl.envs.api import Box, Discrete, Env, Grid, PyTree, check_split
+from safeicrl.envs.dark_mujoco import GOAL_RADIUS, HAZARD_RADIUS, Arena, SafeDarkCar, SafeDarkMujoco, SafeDarkPoint
 from safeicrl.envs.dark_room import Room, RoomState, SafeDarkRoom
+from safeicrl.envs.physics import RobotState
 from safeicrl.envs.registry import make_env, parameters_of
+from safeicrl.envs.safe_velocity import SafeVelocity, SafeVelocityAnt, SafeVelocityHalfCheetah, SpeedLimit
 from safeicrl.errors import UserError, unknown_name
 
 
@@ -33,7 +37,7 @@ class Face:
     render_modes: tuple[str, ...] = ()
     render_fps: int = 8
     options: tuple[str, ...] = ()  # names that `begin` understands in reset(options=...)
-    dtype: type = np.float32  # of real-valued observations and actions
+    dtype: type = np.float32  # of real-valued observations and actions; float64 runs the whole world in it
 
     def make_task(self, env: Any, layout: Mapping[str, Any]) -> PyTree:
         """The task a user described in `reset(options={"task": layout})`."""
@@ -61,18 +65,12 @@ class DarkRoomFace(Face):
         """`{"goal": (row, column), "obstacles": [(row, column), ...]}`, or a `Room`."""
         if isinstance(layout, Room):
             return layout
-        if not isinstance(layout, Mapping):
-            raise UserError(f"task must be a dict of 'goal' and 'obstacles', got {layout!r}")
-        for name in layout:
-            if name not in ("goal", "obstacles"):
-                raise unknown_name("entry of a task", name, ("goal", "obstacles"))
+        _check_entries(layout, ("goal", "obstacles"))
         if "goal" not in layout:
             raise UserError("task must name its 'goal' cell, as in {'goal': (0, 8), 'obstacles': [(3, 4)]}")
         return env.make_task(layout["goal"], layout.get("obstacles", ()))
 
-    def render(
-        self, env: SafeDarkRoom, task: Room, state: RoomState, path: Sequence[np.ndarray], mode: str
-    ) -> Any:
+    def render(self, env: SafeDarkRoom, task: Room, state: RoomState, path: Sequence[np.ndarray], mode: str) -> Any:
         """The room from above."""
         goal = divmod(int(task.goal), env.size)
         obstacles = [divmod(int(cell), env.size) for cell in np.flatnonzero(task.obstacles)]
@@ -81,7 +79,102 @@ class DarkRoomFace(Face):
         return paint(env.size, goal, obstacles, cells)
 
 
-FACES: dict[type, Face] = {SafeDarkRoom: DarkRoomFace()}
+class RobotFace(Face):
+    """MuJoCo worlds, in double precision: any physical state can be set at reset and is told at every step."""
+
+    render_modes = ("rgb_array",)
+    options = ("qpos", "qvel")
+    dtype = np.float64
+
+    def begin(self, env: Any, state: RobotState, observation: Any, options: Mapping[str, Any]) -> tuple:
+        """From the given `qpos` and `qvel`; one of them alone leaves the other as reset drew it."""
+        if not options:
+            return state, observation
+        given = {"qpos": np.asarray(state.physics.qpos), "qvel": np.asarray(state.physics.qvel)}
+        for name, value in options.items():
+            given[name] = _real_vector(name, value, len(given[name]))
+        return env.reset_to(given["qpos"], given["qvel"])
+
+    def info(self, env: Any, state: RobotState) -> dict[str, Any]:
+        """The physical state, and whether the physics diverged, which ends the episode."""
+        qpos, qvel = np.array(state.physics.qpos), np.array(state.physics.qvel)
+        return {"qpos": qpos, "qvel": qvel, "diverged": bool(state.failed)}
+
+
+class DarkMujocoFace(RobotFace):
+    """Tasks are goal and hazard positions; frames show them from above with the robot."""
+
+    render_fps = 10
+
+    def make_task(self, env: SafeDarkMujoco, layout: Mapping[str, Any]) -> Arena:
+        """`{"goal": (x, y), "hazards": [(x, y), ...]}`, or an `Arena`."""
+        if isinstance(layout, Arena):
+            return layout
+        _check_entries(layout, ("goal", "hazards"))
+        if "goal" not in layout or "hazards" not in layout:
+            raise UserError(
+                "task must name 'goal' and 'hazards', as in {'goal': (1, 0), 'hazards': [(0.5, 0.8), ...]}"
+            )
+        return env.make_task(layout["goal"], layout["hazards"])
+
+    def render(
+        self, env: SafeDarkMujoco, task: Arena, state: RobotState, path: Sequence[np.ndarray], mode: str
+    ) -> Any:
+        """The arena, seen from above and slightly aside."""
+        marks = [(place, HAZARD_RADIUS, draw.OBSTACLE) for place in np.asarray(task.hazards)]
+        marks.append((np.asarray(task.goal), GOAL_RADIUS, draw.GOAL))
+        discs = [render.Disc(tuple(place.tolist()), radius, colour) for place, radius, colour in marks]
+        view = render.View(distance=4.6, elevation=-70.0)
+        return render.frame(env.robot, np.asarray(state.physics.qpos), view, discs)
+
+
+class VelocityFace(RobotFace):
+    """Tasks are multipliers of the speed limit; frames follow the robot."""
+
+    render_fps = 20
+
+    def make_task(self, env: SafeVelocity, layout: Any) -> SpeedLimit:
+        """A number, `{"multiplier": number}` or a `SpeedLimit`."""
+        if isinstance(layout, SpeedLimit):
+            return layout
+        if isinstance(layout, Mapping):
+            _check_entries(layout, ("multiplier",))
+            layout = layout.get("multiplier")
+        return env.make_task(layout)
+
+    def render(
+        self, env: SafeVelocity, task: SpeedLimit, state: RobotState, path: Sequence[np.ndarray], mode: str
+    ) -> Any:
+        """The robot from its side."""
+        view = render.View(distance=4.0, elevation=-15.0, follow=True)
+        return render.frame(env.robot, np.asarray(state.physics.qpos), view)
+
+
+def _check_entries(layout: Any, known: tuple[str, ...]) -> None:
+    if not isinstance(layout, Mapping):
+        raise UserError(f"task must be a dict of {' and '.join(map(repr, known))}, got {layout!r}")
+    for name in layout:
+        if name not in known:
+            raise unknown_name("entry of a task", name, known)
+
+
+def _real_vector(name: str, value: Any, size: int) -> np.ndarray:
+    try:
+        vector = np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        vector = np.empty(0)
+    if vector.shape != (size,) or not np.isfinite(vector).all():
+        raise UserError(f"{name} must be {size} finite numbers, got {value!r}")
+    return vector
+
+
+FACES: dict[type, Face] = {
+    SafeDarkRoom: DarkRoomFace(),
+    SafeDarkPoint: DarkMujocoFace(),
+    SafeDarkCar: DarkMujocoFace(),
+    SafeVelocityHalfCheetah: VelocityFace(),
+    SafeVelocityAnt: VelocityFace(),
+}
 
 
 class GymEnv(gymnasium.Env):
@@ -121,13 +214,14 @@ class GymEnv(gymnasium.Env):
         for name in options:
             if name not in self.face.options:
                 raise unknown_name("reset option", name, ("task", "new_task", *self.face.options))
-        task_key, self._key = self._compiled.keys(self.np_random.integers(2**32, dtype=np.uint32))
-        if layout is not None:
-            self.task = jax.device_put(self.face.make_task(self.env, layout), _cpu())
-        elif self.task is None or seed is not None or new_task:
-            self.task = self._compiled.sample(task_key, self.split)
-        state, observation = self._compiled.reset(self._key, self.task)
-        self._state, observation = self.face.begin(self.env, state, observation, options)
+        with self._precision():
+            task_key, self._key = self._compiled.keys(self.np_random.integers(2**32, dtype=np.uint32))
+            if layout is not None:
+                self.task = jax.device_put(self.face.make_task(self.env, layout), _cpu())
+            elif self.task is None or seed is not None or new_task:
+                self.task = self._compiled.sample(task_key, self.split)
+            state, observation = self._compiled.reset(self._key, self.task)
+            self._state, observation = self.face.begin(self.env, state, observation, options)
         self._over = False
         observation = self._to_gym(observation)
         self._path = [observation.copy()]
@@ -139,7 +233,8 @@ class GymEnv(gymnasium.Env):
             raise UserError("the episode is over; call reset() before step()")
         action = self._check_action(action)
         now = np.uint32(len(self._path))
-        self._state, seen, outcome = self._compiled.step(self._key, now, self._state, action, self.task)
+        with self._precision():
+            self._state, seen, outcome = self._compiled.step(self._key, now, self._state, action, self.task)
         reward, cost, terminated, truncated = np.asarray(outcome).tolist()
         self._over = bool(terminated or truncated)
         observation = self._to_gym(seen)
@@ -155,6 +250,9 @@ class GymEnv(gymnasium.Env):
             raise UserError("nothing to render yet; call reset() first")
         return self.face.render(self.env, self.task, self._state, self._path, self.render_mode)
 
+    def _precision(self) -> AbstractContextManager:
+        return jax.enable_x64(True) if self.face.dtype is np.float64 else nullcontext()
+
     def _to_gym(self, observation: Any) -> np.ndarray:
         return np.array(observation, self.observation_space.dtype)  # a copy: callers keep what they are given
 
@@ -168,9 +266,7 @@ class GymEnv(gymnasium.Env):
         if value.shape != (space.size,) or value.dtype.kind not in "iuf":
             raise UserError(f"action must be {space.size} real numbers, got {action!r}")
         if not np.all((value >= space.low) & (value <= space.high)):  # false for NaN as well
-            raise UserError(
-                f"every component of an action must lie in [{space.low}, {space.high}], got {action!r}"
-            )
+            raise UserError(f"every component of an action must lie in [{space.low}, {space.high}], got {action!r}")
         return value.astype(self.face.dtype)
 
 

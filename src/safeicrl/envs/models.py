@@ -31,7 +31,7 @@ _WORLD = """
     <material name="floor" texture="floor" texrepeat="6 6" texuniform="true"/>
   </asset>
   <default>
-    <geom condim="6" density="{density}" contype="1" conaffinity="0" rgba=".8 .25 .2 1"/>
+    <geom condim="6" density="{density}" contype="1" conaffinity="0" rgba=".34 .71 .91 1"/>
   </default>
   <worldbody>
     <geom name="floor" type="plane" size="3.5 3.5 .1" material="floor" contype="0" conaffinity="1" rgba="1 1 1 1"/>
@@ -52,7 +52,7 @@ _POINT_BODY = """
       <joint name="y" type="slide" axis="0 1 0" damping=".01"/>
       <joint name="yaw" type="hinge" axis="0 0 1" damping=".005"/>
       <geom name="body" type="sphere" size=".1" friction="1 .01 .01"/>
-      <geom name="nose" type="box" pos=".1 0 0" size=".05 .05 .05" rgba=".3 .1 .1 1"/>
+      <geom name="nose" type="box" pos=".1 0 0" size=".05 .05 .05" rgba=".1 .25 .4 1"/>
       <site name="thrust"/>
     </body>
 """
@@ -69,8 +69,8 @@ _CAR_BODY = """
       <geom name="hull" type="box" size=".1 .1 .05"/>
       <geom name="back" type="box" size=".1 .01 .05" pos="0 .15 0"/>
       <geom name="back_strut" type="box" size=".01 .025 .03" pos="0 .125 0"/>
-      <geom name="front" type="box" size=".05 .01 .05" pos="0 -.165 0" rgba=".3 .1 .1 1"/>
-      <geom name="front_strut" type="box" size=".05 .03 .01" pos="0 -.13 .04" rgba=".3 .1 .1 1"/>
+      <geom name="front" type="box" size=".05 .01 .05" pos="0 -.165 0" rgba=".1 .25 .4 1"/>
+      <geom name="front_strut" type="box" size=".05 .03 .01" pos="0 -.13 .04" rgba=".1 .25 .4 1"/>
       <body name="left" pos="-.1 .1 -.05">
         <joint name="left" type="hinge" axis="1 0 0" damping=".001"/>
         <geom name="left" type="cylinder" size=".05 .025" pos="-.03 0 0" zaxis="-1 0 0" rgba=".2 .2 .2 1"/>

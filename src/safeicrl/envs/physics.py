@@ -155,20 +155,18 @@ def failures() -> int:
     return _failures
 
 
-def _count(failed: Any) -> Any:
-    """Report worlds that diverged in this step; [worlds, repeats] → the same."""
+def _report(failed: np.ndarray) -> None:
+    """Count and warn of worlds that diverged in this step, [worlds] bool."""
     global _failures
-    failed = np.asarray(failed)
-    count = int(failed[:, -1].sum())
+    count = int(failed.sum())
     if count:
         _failures += count
         warnings.warn(
-            f"{count} of {len(failed)} MuJoCo worlds diverged; their episodes ended and the others go on "
+            f"{count} of {failed.size} MuJoCo worlds diverged; their episodes ended and the others go on "
             f"({_failures} so far)",
             RuntimeWarning,
             stacklevel=2,
         )
-    return failed
 
 
 def set_threads(count: int) -> None:
@@ -192,48 +190,60 @@ _lock = threading.Lock()  # JAX may call back from several threads; a Batch serv
 def _batch(robot: str, worlds: int, thread_count: int) -> "mujoco.batch.Batch":
     import mujoco.batch
 
-    return mujoco.batch.Batch(models.load(robot), worlds, thread_count)
+    return mujoco.batch.Batch(models.load(robot), worlds, min(thread_count, worlds))
 
 
 def _advance_c(job: Job, state: PhysicsState, ctrl: jax.Array) -> Motion:
-    def shape(x: jax.Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((len(x), job.repeats, *x.shape[1:]), x.dtype)
+    # One array in and one out: JAX spends about 0.15 ms on each that crosses to the host. They cross as bits,
+    # because the callback's thread does not know of a `with jax.enable_x64()` here and would round doubles.
+    fields = (state.qpos, state.qvel, state.warmstart, state.anchor)
+    packed = jnp.concatenate([*fields, ctrl], axis=-1)
+    dtype, width = packed.dtype, packed.shape[1] - ctrl.shape[1]
+    words = (dtype.itemsize // 4,) * (dtype.itemsize > 4)  # a double is two 32-bit words, on an axis of their own
+    shape = jax.ShapeDtypeStruct((len(ctrl), job.repeats, width + 1, *words), jnp.uint32)
+    host = functools.partial(_advance_bits, job, np.dtype(dtype))
+    packed = jax.pure_callback(host, shape, jax.lax.bitcast_convert_type(packed, jnp.uint32))
+    packed = jax.lax.bitcast_convert_type(packed, dtype)
+    ends = np.cumsum([field.shape[1] for field in fields])
+    qpos, qvel, warmstart, anchor, failed = jnp.split(packed, ends, axis=-1)
+    states = PhysicsState(qpos=qpos, qvel=qvel, warmstart=warmstart, anchor=anchor)
+    return Motion(states=states, failed=failed[..., 0] > 0)
 
-    failed: Any = jax.ShapeDtypeStruct((len(ctrl), job.repeats), bool)
-    result = Motion(states=jax.tree.map(shape, state), failed=failed)
-    return jax.pure_callback(functools.partial(_advance_host, job), result, state, ctrl)
+
+def _advance_bits(job: Job, dtype: np.dtype, bits: jax.Array) -> np.ndarray:
+    """The callback: `_advance_host` between arrays of 32-bit words."""
+    words = np.asarray(bits)
+    out = _advance_host(job, words.view(dtype).reshape(words.shape[:2]))
+    return out.view(np.uint32).reshape(*out.shape, *words.shape[2:])
 
 
-def _advance_host(job: Job, state: PhysicsState, ctrl: jax.Array) -> Motion:
-    """The callback: [worlds, ...] → [worlds, repeats, ...], in NumPy."""
+def _advance_host(job: Job, packed: np.ndarray) -> np.ndarray:
+    """[worlds, state and ctrl] → [worlds, repeats, state and failed]."""
     import mujoco
 
-    start, controls = jax.tree.map(np.asarray, state), np.asarray(ctrl)
-    worlds, model = len(controls), models.load(job.robot)
-    rk4 = model.opt.integrator == mujoco.mjtIntegrator.mjINT_RK4
-    out = jax.tree.map(lambda x: np.empty((worlds, job.repeats, *x.shape[1:]), x.dtype), start)
-    failed = np.zeros((worlds, job.repeats), bool)
-    bad = _diverged(np, start.qpos, start.qvel) | ~np.isfinite(controls).all(-1)
+    model = models.load(job.robot)
+    ends = np.cumsum([model.nq, model.nv, model.nv, 2])
+    width = ends[-1]
+    start, ctrl = packed[:, :width], packed[:, width:]
+    out = np.empty((len(packed), job.repeats, width + 1), packed.dtype)
+    bad = np.asarray(~(np.abs(packed) < TOO_LARGE).all(-1))  # NaN compares false
     with _lock:
-        batch = _batch(job.robot, worlds, threads())
-        fields = {"qpos": batch.bind("qpos"), "qvel": batch.bind("qvel")}
-        fields["warmstart"] = batch.bind("qacc_warmstart")
-        anchor = batch.bind("xpos")[:, 1] if rk4 else fields["qpos"]
-        for name, field in fields.items():
-            field[:] = getattr(start, name)
-        _park(fields, bad, model)
-        batch.bind("ctrl")[:] = np.where(bad[:, None], 0.0, controls)
+        batch = _batch(job.robot, len(packed), threads())
+        physical = [batch.bind(name) for name in ("qpos", "qvel", "qacc_warmstart")]  # views of its state
+        rk4 = model.opt.integrator == mujoco.mjtIntegrator.mjINT_RK4
+        anchor = (batch.bind("xpos")[:, 1] if rk4 else physical[0])[:, :2]
+        for field, value in zip(physical, np.split(start, ends[:3], axis=1)[:3], strict=True):
+            field[:] = value
+        batch.bind("ctrl")[:] = ctrl
         for i in range(job.repeats):
+            _park(batch, bad)
             bad |= _run(batch, job.substeps)
-            bad |= _diverged(np, fields["qpos"], fields["qvel"])
-            failed[:, i] = bad
-            for name, field in (*fields.items(), ("anchor", anchor[:, :2])):
-                getattr(out, name)[:, i] = field
-                if bad.any():
-                    before = getattr(out, name)[:, i - 1] if i else getattr(start, name)
-                    getattr(out, name)[bad, i] = before[bad]
-            _park(fields, bad, model)
-    return Motion(states=out, failed=_count(failed))
+            bad |= ~(np.abs(batch.bind("qpos")) < TOO_LARGE).all(-1)
+            bad |= ~(np.abs(batch.bind("qvel")) < TOO_LARGE).all(-1)
+            np.concatenate([*physical, anchor, bad[:, None]], axis=1, out=out[:, i], casting="same_kind")
+            out[bad, i, :width] = (out[:, i - 1, :width] if i else start)[bad]
+    _report(out[:, -1, width] > 0)
+    return out
 
 
 def _run(batch: "mujoco.batch.Batch", substeps: int) -> np.ndarray:
@@ -248,20 +258,21 @@ def _run(batch: "mujoco.batch.Batch", substeps: int) -> np.ndarray:
     return broken
 
 
-def _park(fields: dict[str, np.ndarray], bad: np.ndarray, model: "mujoco.MjModel") -> None:
+def _park(batch: "mujoco.batch.Batch", bad: np.ndarray) -> None:
     """Put failed worlds into the rest pose, so that MuJoCo does not compute with what broke them."""
     if bad.any():
-        fields["qpos"][bad] = model.qpos0
-        fields["qvel"][bad] = 0.0
-        fields["warmstart"][bad] = 0.0
-
-
-def _diverged(xp: Any, qpos: Any, qvel: Any) -> Any:
-    """Which worlds left the numbers MuJoCo can compute with; `xp` is NumPy or jax.numpy. [worlds]."""
-    return ~((xp.abs(qpos) < TOO_LARGE).all(-1) & (xp.abs(qvel) < TOO_LARGE).all(-1))  # NaN compares false
+        batch.bind("qpos")[bad] = batch.model.qpos0
+        for name in ("qvel", "qacc_warmstart", "ctrl"):
+            batch.bind(name)[bad] = 0.0
 
 
 # --------------------------------------------------------------------------------------- engines in JAX
+
+
+def _diverged(state: PhysicsState) -> jax.Array:
+    """Which worlds left the numbers MuJoCo can compute with, [worlds]."""
+    values = jnp.concatenate([state.qpos, state.qvel], axis=-1)
+    return ~(jnp.abs(values) < TOO_LARGE).all(-1)  # NaN compares false
 
 
 def _repeat(
@@ -275,11 +286,11 @@ def _repeat(
     def body(carry: tuple[PhysicsState, jax.Array], _: None) -> Any:
         old, failed = carry
         new = advance(old)
-        failed = failed | _diverged(jnp, new.qpos, new.qvel)
+        failed = failed | _diverged(new)
         new = jax.tree.map(functools.partial(hold, failed), old, new)
         return (new, failed), (new, failed)
 
-    failed = _diverged(jnp, state.qpos, state.qvel) | ~jnp.isfinite(ctrl).all(-1)
+    failed = _diverged(state) | ~jnp.isfinite(ctrl).all(-1)
     _, (states, failed) = jax.lax.scan(body, (state, failed), length=job.repeats)
     states, failed = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), (states, failed))
     return Motion(states=states, failed=failed)
@@ -297,9 +308,18 @@ def _advance_mjx(job: Job, state: PhysicsState, ctrl: jax.Array) -> Motion:
         return PhysicsState(qpos=data.qpos, qvel=data.qvel, warmstart=data.qacc_warmstart, anchor=data.qpos[:2])
 
     motion = _repeat(job, lambda s: jax.vmap(one_world)(s, ctrl), state, ctrl)
-    shape = jax.ShapeDtypeStruct(motion.failed.shape, bool)
-    # Through the host, a few bytes a world, so that failures are counted and reported here as well.
-    return replace(motion, failed=jax.pure_callback(_count, shape, motion.failed))
+    return replace(motion, failed=_reported(motion.failed))
+
+
+def _reported(failed: jax.Array) -> jax.Array:
+    """`failed` [worlds, repeats] by way of the host, a byte a world, so that it is counted there as well."""
+
+    def host(failed: jax.Array) -> np.ndarray:
+        values = np.asarray(failed)
+        _report(values[:, -1])
+        return values
+
+    return jax.pure_callback(host, jax.ShapeDtypeStruct(failed.shape, bool), failed)
 
 
 @functools.cache
