@@ -81,8 +81,9 @@ def test_mistakes_are_one_line(capsys, args, words):
 
 def test_help_and_version(capsys):
     assert main([]) == 0
+    shown = capsys.readouterr().out
     for name in ("train", "evaluate", "plot", "demo", "list"):
-        assert name in capsys.readouterr().out or main([]) == 0
+        assert f"  {name} " in shown
     assert main(["--version"]) == 0
     assert VERSION in capsys.readouterr().out
     with pytest.raises(SystemExit) as leaving:
@@ -117,6 +118,7 @@ def test_train_resume_and_plot(tmp_path, capsys):
     assert "seed cannot change" in refused(capsys, "train", "--resume", str(out), "--seed", "4")
     assert main(["plot", str(out), "--out", str(tmp_path / "figures")]) == 0
     assert (tmp_path / "figures" / "training.png").stat().st_size > 5000
+    capsys.readouterr()
     (out / "config.json").write_text("{}")
     assert "no training run" in refused(capsys, "train", "--resume", str(out))
 
@@ -141,7 +143,10 @@ def test_the_module_is_the_program():
 
 
 def test_the_library_runs_without_the_command_lines_packages():
-    code = "import sys; sys.modules |= {'tyro': None, 'gymnasium': None}; import safeicrl.train, safeicrl.presets, safeicrl.demo"
+    code = (
+        "import sys; sys.modules |= {'tyro': None, 'gymnasium': None};"
+        "import safeicrl.train, safeicrl.presets, safeicrl.policy, safeicrl.demo"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

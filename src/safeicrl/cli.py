@@ -53,8 +53,13 @@ def _usage() -> None:
     """Safe in-context reinforcement learning: agents that learn new tasks under a cost budget."""
     print(f"usage: safeicrl COMMAND [options]\n\n{_usage.__doc__}\n")
     for name, command in COMMANDS.items():
-        print(f"  {name:10} {(command.__doc__ or '').splitlines()[0]}")
+        print(f"  {name:10} {_first_line(command)}")
     print("\nsafeicrl COMMAND --help lists a command's options.")
+
+
+def _first_line(thing: Any) -> str:
+    """What something's documentation says first."""
+    return (thing.__doc__ or "").partition("\n")[0]
 
 
 # -- train --------------------------------------------------------------------------------------------------
@@ -233,13 +238,12 @@ def list_names(args: list[str]) -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("kind", "name", "what it is"):
         table.add_column(column)
-    first = lambda thing: (thing.__doc__ or "").splitlines()[0]  # noqa: E731
     for kind, named in {
-        "environment": {name: first(make) for name, make in ENVS.items()},
+        "environment": {name: _first_line(make) for name, make in ENVS.items()},
         "policy": {name: "pretrained, ships with the library" for name in policy_names()},
         "agent": DESCRIPTIONS,
         "algorithm": {name: entry.module for name, entry in ALGOS.items()},
-        "preset": {name: first(make) for name, make in PRESETS.items()},
+        "preset": {name: _first_line(make) for name, make in PRESETS.items()},
     }.items():
         for name, text in named.items():
             table.add_row(kind, name, text)

@@ -17,17 +17,17 @@ def summary_table(results: Sequence[Results], title: str | None = None) -> Table
     first = summaries[0]
     title = title or f"{first.tasks} unseen tasks, {first.episodes} episodes each"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for result in results:
         table.add_column(result.label, justify="right")
     row = lambda name, form: table.add_row(name, *(form(summary) for summary in summaries))  # noqa: E731
     row(f"total return of {first.episodes}", lambda s: f"{s.total_return:.2f} ± {s.total_return_error:.2f}")
-    row("return in the last ten", lambda s: f"{s.last_return:.3f}")
-    row("episodes over budget", lambda s: f"{s.over_budget:.2%}")
-    row("  in the last ten", lambda s: f"{s.over_budget_last:.2%}")
+    row("return, last ten", lambda s: f"{s.last_return:.3f}")
+    row("over budget", lambda s: f"{s.over_budget:.2%}")
+    row("over budget, last ten", lambda s: f"{s.over_budget_last:.2%}")
     if all(summary.by_budget.keys() == first.by_budget.keys() for summary in summaries):
         for name in first.by_budget:
-            row(f"total return, budget {name}", lambda s, name=name: f"{s.by_budget[name]:.1f}")
+            row(f"total return, δ {name}", lambda s, name=name: f"{s.by_budget[name]:.1f}")
     return table
 
 
