@@ -57,11 +57,11 @@ class PenaltyConfig:
     form: Literal["excess", "paper"] = "excess"  # what the actor is penalised for, see below
     dual: Literal["exact", "naive"] = "exact"  # one multiplier (the paper), or one per episode (its ablation)
     signal: Signal = "hinge"  # what drives the one multiplier
-    step: float = 0.05  # η
+    step: float = 0.02  # η
     tolerance: float = 0.01  # of `hinge`: mean cost over budget an episode may have
     initial: float = 0.0
-    cap: float = 20.0
-    bound: float = 1.0  # of one step's signal, both ways
+    cap: float = 50.0
+    bound: float = 0.5  # of one step's signal, both ways
 
     def __post_init__(self) -> None:
         for name, known in (("form", ("excess", "paper")), ("dual", ("exact", "naive")), ("signal", SIGNALS)):

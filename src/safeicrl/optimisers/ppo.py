@@ -34,7 +34,7 @@ class PPOConfig:
     clip: float = 0.2
     discount: float = 0.998  # γ of the reward, across episodes: exploring now pays in later ones
     cost_discount: float = 0.99  # γ of the excess cost; the paper's form is undiscounted within its episode
-    trace: float = 0.95  # λ of GAE
+    trace: float = 0.97  # λ of GAE
     max_grad: float = 1.0
     value_weight: float = 0.5
     privileged_critic: bool = True  # critics also see the hidden task; they are thrown away after training
