@@ -5,6 +5,7 @@ compiled once in a process. MuJoCo is an optional dependency, imported when the 
 """
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -151,9 +152,10 @@ def _ant() -> "mujoco.MjModel":
 
 
 def _gymnasium_asset(name: str) -> str:
-    import gymnasium
-
-    return (Path(gymnasium.__file__).parent / "envs" / "mujoco" / "assets" / name).read_text()
+    package = importlib.util.find_spec("gymnasium")  # only its files are needed
+    if package is None or package.origin is None:
+        raise UserError("this robot is part of Gymnasium: pip install 'safeicrl[mujoco]'")
+    return (Path(package.origin).parent / "envs" / "mujoco" / "assets" / name).read_text()
 
 
 ROBOTS: dict[str, Callable[[], "mujoco.MjModel"]] = {

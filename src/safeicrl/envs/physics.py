@@ -298,17 +298,27 @@ def _repeat(
 
 def _advance_mjx(job: Job, state: PhysicsState, ctrl: jax.Array) -> Motion:
     """MJX, one world at a time under vmap."""
-    from mujoco import mjx
-
-    model, blank = _mjx_model(job.robot, state.qpos.dtype)
-
-    def one_world(state: PhysicsState, ctrl: jax.Array) -> PhysicsState:
-        data = blank.replace(qpos=state.qpos, qvel=state.qvel, qacc_warmstart=state.warmstart, ctrl=ctrl)
-        data = jax.lax.fori_loop(0, job.substeps, lambda _, d: mjx.step(model, d), data)
-        return PhysicsState(qpos=data.qpos, qvel=data.qvel, warmstart=data.qacc_warmstart, anchor=data.qpos[:2])
-
+    one_world = _mjx_world(job.robot, job.substeps, state.qpos.dtype)
     motion = _repeat(job, lambda s: jax.vmap(one_world)(s, ctrl), state, ctrl)
     return replace(motion, failed=_reported(motion.failed))
+
+
+@functools.cache
+def _mjx_world(robot: str, substeps: int, dtype: Any) -> Callable[[PhysicsState, jax.Array], PhysicsState]:
+    """`substeps` of one world; `dtype` only tells the cache which precision is in force."""
+    from mujoco import mjx
+
+    with jax.ensure_compile_time_eval():
+        model = mjx.put_model(models.load(robot))
+        blank = mjx.make_data(model)
+
+    @jax.jit  # so that MJX's many lines of Python are traced once for all batch sizes
+    def one_world(state: PhysicsState, ctrl: jax.Array) -> PhysicsState:
+        data = blank.replace(qpos=state.qpos, qvel=state.qvel, qacc_warmstart=state.warmstart, ctrl=ctrl)
+        data = jax.lax.fori_loop(0, substeps, lambda _, d: mjx.step(model, d), data)
+        return PhysicsState(qpos=data.qpos, qvel=data.qvel, warmstart=data.qacc_warmstart, anchor=data.qpos[:2])
+
+    return one_world
 
 
 def _reported(failed: jax.Array) -> jax.Array:
@@ -320,16 +330,6 @@ def _reported(failed: jax.Array) -> jax.Array:
         return values
 
     return jax.pure_callback(host, jax.ShapeDtypeStruct(failed.shape, bool), failed)
-
-
-@functools.cache
-def _mjx_model(robot: str, dtype: Any) -> tuple[Any, Any]:
-    """MJX's model and an empty data record, in the precision in force; `dtype` only tells the cache which."""
-    from mujoco import mjx
-
-    with jax.ensure_compile_time_eval():
-        model = mjx.put_model(models.load(robot))
-        return model, mjx.make_data(model)
 
 
 def _advance_planar(job: Job, state: PhysicsState, ctrl: jax.Array) -> Motion:

@@ -1,0 +1,271 @@
+"""Physics of the MuJoCo worlds: what the environment costs on top of raw MuJoCo, and which engine is faster.
+
+python bench/physics.py          C engine against raw mujoco.batch on 1 and 2 threads → results/bench_physics.json
+python bench/physics.py --gpu    every engine from 64 to 8192 worlds → results/bench_physics_gpu.json
+
+All rates are physics steps (mj_steps) a second over all worlds; 50 of them make one step of Point and Car, 5 one
+of HalfCheetah and Ant.
+"""
+
+import argparse
+import concurrent.futures
+import functools
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from safeicrl.envs import models, physics
+from safeicrl.envs.registry import make_env
+from safeicrl.errors import UserError
+from safeicrl.files import write_json
+from safeicrl.version import VERSION
+
+ENVS = {
+    "point": "safe-dark-point",
+    "car": "safe-dark-car",
+    "half_cheetah": "safe-velocity-half-cheetah",
+    "ant": "safe-velocity-ant",
+}
+# Safety-Gymnasium 1.0.0 on one core, slowest and fastest run seen, in its env steps of 10 physics steps.
+ORIGINAL = {"point": (390, 1340), "car": (275, 960)}
+ROUGH_RATE = {"point": 2e5, "car": 4e4, "half_cheetah": 8e4, "ant": 1.4e4}  # one core, to size the runs
+
+
+def fastest(run: Callable[[], Any], repeats: int) -> float:
+    """Seconds of the fastest run: other programs only ever slow one down."""
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+@functools.cache
+def start_worlds(robot: str, worlds: int) -> tuple[Any, Any]:
+    """Tasks and first states, whatever the engine."""
+    env = make_env(ENVS[robot], engine="c")
+    keys = jax.random.split(jax.random.key(0), worlds)
+    tasks = jax.jit(jax.vmap(lambda key: env.sample_task(key, "train")))(keys)
+    return tasks, jax.jit(jax.vmap(env.reset))(keys, tasks)[0]
+
+
+def scan_steps(env: Any, tasks: Any, state: Any, actions: jax.Array) -> Any:
+    """Step all worlds through actions [time, world, nu]; returns what keeps anything from being optimised away."""
+
+    def step(state: Any, action: jax.Array) -> Any:
+        state, out = jax.vmap(env.step, (None, 0, 0, 0))(jax.random.key(0), state, action, tasks)
+        return state, (out.reward.sum(), out.cost.sum(), out.observation.sum(), state.failed.sum())
+
+    return jax.lax.scan(step, state, actions)
+
+
+def random_actions(robot: str, steps: int, worlds: int) -> np.ndarray:
+    shape = (steps, worlds, models.load(robot).nu)
+    return np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
+
+
+def raw_run(job: physics.Job, state: Any, actions: np.ndarray, threads: int) -> Callable[[], None]:
+    """The same steps with nothing but mujoco.batch."""
+    import mujoco.batch
+
+    batch = mujoco.batch.Batch(models.load(job.robot), actions.shape[1], threads)
+
+    def run() -> None:
+        batch.bind("qpos")[:], batch.bind("qvel")[:] = state.physics.qpos, state.physics.qvel
+        batch.bind("qacc_warmstart")[:] = 0.0
+        for action in actions:
+            batch.bind("ctrl")[:] = action
+            for _ in range(job.repeats):
+                batch.step(nstep=job.substeps)
+
+    return run
+
+
+def compare_with_raw(robot: str, worlds: int, threads: int, args: argparse.Namespace) -> dict[str, Any]:
+    """The C engine through the environment's jitted scan, against mujoco.batch, in turns."""
+    physics.set_threads(threads)
+    env = make_env(ENVS[robot], engine="c")
+    per_step = env.job.substeps * env.job.repeats * worlds
+    steps = max(2, round(args.seconds * ROUGH_RATE[robot] * threads / per_step))
+    tasks, state = start_worlds(robot, worlds)
+    actions = random_actions(robot, steps, worlds)
+    through = jax.jit(lambda s, a: scan_steps(env, tasks, s, a))
+    on_device = jnp.asarray(actions)
+    raw = raw_run(env.job, state, actions, threads)
+
+    def run() -> None:
+        jax.block_until_ready(through(state, on_device))
+
+    raw(), run()
+    pairs = [(fastest(raw, 1), fastest(run, 1)) for _ in range(args.repeats)]
+    raw_time, env_time = (min(times) for times in zip(*pairs, strict=True))
+    row = {"robot": robot, "worlds": worlds, "threads": threads, "steps": steps}
+    row |= {"raw": per_step * steps / raw_time, "env": per_step * steps / env_time, "ratio": raw_time / env_time}
+    if robot in ORIGINAL:
+        row["times_original"] = [row["env"] / 10 / rate for rate in reversed(ORIGINAL[robot])]
+    return row
+
+
+def reset_against_step(robot: str, worlds: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of one reset and of one step of all worlds."""
+    env = make_env(ENVS[robot], engine="c")
+    tasks, state = start_worlds(robot, worlds)
+    keys, action = jax.random.split(jax.random.key(1), worlds), jnp.asarray(random_actions(robot, 1, worlds))
+    reset = jax.jit(jax.vmap(env.reset))
+    step = jax.jit(lambda s, a: scan_steps(env, tasks, s, a))
+    jax.block_until_ready((reset(keys, tasks), step(state, action)))
+    seconds = {
+        "reset": fastest(lambda: jax.block_until_ready(reset(keys, tasks)), args.repeats),
+        "step": fastest(lambda: jax.block_until_ready(step(state, action)), args.repeats),
+    }
+    return {"robot": robot, "worlds": worlds, **seconds}
+
+
+def compile_engine(robot: str, engine: str, worlds: int) -> Callable[[], float]:
+    """Compile steps of `worlds` worlds; calling the result runs some of them and returns physics steps/s."""
+    env = make_env(ENVS[robot], engine=engine)
+    steps = 20 if engine == "planar" else 1
+    tasks, state = start_worlds(robot, worlds)
+    actions = jnp.asarray(random_actions(robot, steps, worlds))
+    compiled = jax.jit(lambda t, s, a: scan_steps(env, t, s, a)).lower(tasks, state, actions).compile()
+
+    def measure(seconds: float = 1.0) -> float:
+        current, _ = jax.block_until_ready(compiled(tasks, state, actions))
+        count, start = 0, time.perf_counter()
+        while count == 0 or time.perf_counter() - start < seconds:
+            current, _ = jax.block_until_ready(compiled(tasks, current, actions))
+            count += steps
+        rate = count * worlds * env.job.substeps * env.job.repeats / (time.perf_counter() - start)
+        return float(rate)
+
+    return measure
+
+
+def engines_by_batch(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+    """Rates of every engine and batch. MJX compiles for tens of seconds, so all compile side by side first."""
+    engines = [(robot, "c") for robot in args.robots] + [("point", "planar")] * ("point" in args.robots)
+    engines += [(robot, "mjx") for robot in args.robots]  # the slow ones last
+    cases = [(robot, engine, worlds) for robot, engine in engines for worlds in args.worlds]
+    for robot in args.robots:
+        for worlds in args.worlds:
+            start_worlds(robot, worlds)
+    start = time.perf_counter()
+    pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+    compiling = {case: pool.submit(compile_engine, *case) for case in cases}
+    concurrent.futures.wait(compiling.values(), timeout=args.compile_seconds)
+    console.print(f"compiled for {time.perf_counter() - start:.0f} s")
+    for future in compiling.values():
+        future.cancel()
+    rows = []
+    for (robot, engine, worlds), future in compiling.items():
+        if not future.done() or future.cancelled():
+            console.print(f"{robot} {engine} {worlds}: not compiled within {args.compile_seconds} s, left out")
+        elif time.perf_counter() - start > args.total_seconds:
+            console.print(f"{robot} {engine} {worlds}: out of time, left out")
+        else:
+            row = {"robot": robot, "engine": engine, "worlds": worlds, "rate": future.result()(args.seconds)}
+            console.print(f"{robot} {engine} {worlds}: {row['rate']:,.0f} physics steps/s")
+            rows.append(row)
+    return rows
+
+
+def print_engines(rows: list[dict[str, Any]], console: Console) -> None:
+    batches = sorted({row["worlds"] for row in rows})
+    table = Table(title="physics steps/s, thousands", box=None)
+    for column in ("robot", "engine", *map(str, batches)):
+        table.add_column(column, justify="right")
+    rates = {(row["robot"], row["engine"], row["worlds"]): row["rate"] for row in rows}
+    for robot, engine in dict.fromkeys((row["robot"], row["engine"]) for row in rows):
+        cells = [rates.get((robot, engine, worlds)) for worlds in batches]
+        table.add_row(robot, engine, *(f"{rate / 1e3:,.0f}" if rate else "–" for rate in cells))
+    console.print(table)
+
+
+def print_comparison(rows: list[dict[str, Any]], console: Console) -> None:
+    table = Table(title="C engine, physics steps/s", box=None)
+    for column in ("robot", "worlds", "threads", "raw batch", "through env", "ratio", "× original"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        times = " – ".join(f"{x:.1f}" for x in row.get("times_original", []))
+        cells = [row["robot"], str(row["worlds"]), str(row["threads"])]
+        table.add_row(*cells, f"{row['raw']:,.0f}", f"{row['env']:,.0f}", f"{row['ratio']:.2f}", times)
+    console.print(table)
+
+
+def provenance() -> dict[str, Any]:
+    import mujoco
+
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "device": jax.devices()[0].device_kind,
+        "load_average": os.getloadavg()[0],
+        "versions": {
+            "safeicrl": VERSION,
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "mujoco": mujoco.__version__,
+        },
+    }
+
+
+def usable(robots: list[str], console: Console) -> list[str]:
+    found = []
+    for robot in robots:
+        try:
+            models.load(robot)
+            found.append(robot)
+        except UserError as error:
+            console.print(f"{robot} left out: {error}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", action="store_true", help="compare the engines instead")
+    parser.add_argument("--robots", nargs="+", default=list(ENVS), choices=list(ENVS))
+    parser.add_argument("--worlds", nargs="+", type=int, help="batch sizes")
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--seconds", type=float, default=1.0, help="length of one measurement, roughly")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--compile-seconds", type=float, default=100.0, help="with --gpu: stop compiling then")
+    parser.add_argument("--total-seconds", type=float, default=165.0, help="with --gpu: stop measuring then")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    console = Console()
+    args.robots = usable(args.robots, console)
+    about = provenance()
+    if args.gpu:
+        args.worlds = args.worlds or [64, 512, 4096, 8192]
+        rows = engines_by_batch(args, console)
+        print_engines(rows, console)
+        write_json(args.out or Path("results/bench_physics_gpu.json"), {**about, "engines": rows})
+        sys.stdout.flush()
+        os._exit(0)  # compilations that were given up on would keep the process waiting
+    args.worlds = args.worlds or [64, 512]
+    cases = [
+        (robot, worlds, threads) for robot in args.robots for worlds in args.worlds for threads in args.threads
+    ]
+    rows = [compare_with_raw(*case, args) for case in cases]
+    print_comparison(rows, console)
+    resets = [reset_against_step(robot, max(args.worlds), args) for robot in args.robots]
+    for row in resets:
+        milliseconds = f"reset {row['reset'] * 1e3:.2f} ms, step {row['step'] * 1e3:.2f} ms"
+        console.print(f"{row['robot']}, {row['worlds']} worlds: {milliseconds}")
+    write_json(args.out or Path("results/bench_physics.json"), {**about, "compare": rows, "resets": resets})
+
+
+if __name__ == "__main__":
+    main()
