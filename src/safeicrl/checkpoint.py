@@ -179,7 +179,7 @@ def _from_numpy(path: Path, name: str, array: np.ndarray, like: Any) -> jax.Arra
     ):
         if found != wanted:
             raise UserError(f"{path}: array {name!r} has {what} {found}, expected {wanted}")
-    values = jnp.asarray(array)
+    values = jnp.array(array)  # a copy: the trainer donates its state, which must not alias the file's bytes
     return jax.random.wrap_key_data(values, impl=_key_impl(like)) if _is_key(like) else values
 
 

@@ -129,6 +129,7 @@ class Evaluate:
     wipe: bool = False  # forget at every episode: what is in-context learning worth?
     seed: int = 0
     rows: int = 256  # trials at a time
+    label: str | None = None  # name in tables and figures; results of one label are drawn as seeds of one agent
     out: Path | None = None  # writes OUT.npz and OUT.json
 
 
@@ -143,7 +144,7 @@ def evaluate(args: list[str]) -> None:
     results = run(
         who.env, who.agent, tasks=asked.tasks, budgets=asked.budgets, budget_count=asked.budget_count,
         episodes=asked.episodes, seed=asked.seed, rows=asked.rows,
-        label=who.label, meta=who.meta,
+        label=asked.label or who.label, meta=who.meta,
     )  # fmt: skip
     Console().print(summary_table([results]))
     print(f"actions {results.meta['actions']}, context {results.meta['context']}, {results.meta['seconds']:.1f} s")
@@ -209,7 +210,7 @@ class Demo:
     """Agents on unseen rooms: a table, the figures, an animation of one room being learned."""
 
     out: Path = Path("demo-output")
-    tasks: int = 100
+    tasks: int = 50
     seed: int = 0
 
 

@@ -22,7 +22,7 @@ STAR = "safe-dark-room"
 REPLAY_BUDGET = 3.0
 
 
-def run(out: Path, *, tasks: int = 100, seed: int = 0, env: SafeDarkRoom | None = None) -> list[Path]:
+def run(out: Path, *, tasks: int = 50, seed: int = 0, env: SafeDarkRoom | None = None) -> list[Path]:
     """Evaluate, print the table, leave figures, results and an animation in `out`; returns the files."""
     check_integer("tasks", tasks, 1)
     console = Console()
@@ -68,7 +68,7 @@ def replay(contender: Contender, budget: float, *, seed: int = 0) -> Replay:
     task: Room = env.sample_task(task_key, "test")
     trials = run_trials(
         env, contender.agent, jax.tree.map(lambda x: x[None, None], task), jnp.full((1, 1), budget), key,
-        episodes=env.episodes, steps=env.spec.trial_steps, segments=4,
+        episodes=env.episodes, steps=env.spec.trial_steps, segments=8,
     )  # fmt: skip
     trials = jax.tree.map(lambda x: np.asarray(x[0]), trials)  # [time, ...]
     paths, costs, reached = [], [], []

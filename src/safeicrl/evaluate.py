@@ -32,7 +32,7 @@ def evaluate(
     seed: int = 0,
     split: Split = "test",
     rows: int = 256,
-    segments: int = 4,
+    segments: int = 8,
     label: str = "agent",
     meta: dict[str, Any] | None = None,
 ) -> Results:

@@ -43,7 +43,7 @@ class EvalConfig:
     seed: int = 1000  # apart from the default seed of `evaluate`: the best is not chosen on the final rooms
     temperature: float | None = None  # the agent's own by default
     rows: int = 256
-    segments: int = 4
+    segments: int = 8
     tolerance: float = 0.03  # share of episodes over budget up to which the return decides what is best
 
     def __post_init__(self) -> None:
@@ -100,11 +100,11 @@ class Trained:
     state: PyTree  # the final train state, stacked on axis 0 when there are several seeds
     status: Status
     results: list[Results]  # [seed] the last evaluation
-    policies: list[Path]  # [seed] the best policy
+    policies: list[Path]  # [seed] the best policy; empty when stopped before the first evaluation
 
-    def agent(self, algorithm: Algorithm, seed: int = 0) -> Any:
-        """The final policy of one seed."""
-        return algorithm.agent(_select(self.state, seed, len(self.policies)))
+    def agent(self, algorithm: Algorithm, index: int = 0) -> Any:
+        """The final policy of the seed at this index."""
+        return algorithm.agent(_select(self.state, index, len(self.status.failures)))
 
 
 def train(
@@ -150,7 +150,7 @@ def train(
                 sink.close()
         reason = "stopped on request" if stop.requested else "done"
         terminal.say(f"{reason} after {status.iteration} iterations, {status.seconds / 60:.1f} min: {folder}")
-    policies = [_policy_path(folder, seed) for seed in _seeds(config)]
+    policies = [path for seed in _seeds(config) if (path := _policy_path(folder, seed)).exists()]
     return Trained(folder=folder, state=state, status=status, results=results, policies=policies)
 
 
@@ -271,8 +271,10 @@ def _guarded(algorithm: Algorithm, state: PyTree) -> tuple[PyTree, dict[str, jax
     checked = [x for name, x in metrics.items() if name in METRICS or "loss" in name or "grad" in name]
     floats = [x for x in jax.tree.leaves((new, checked)) if eqx.is_inexact_array(x)]
     finite = jnp.stack([jnp.isfinite(x).all() for x in floats]).all()
-    kept = jax.tree.map(lambda n, o: jnp.where(finite, n, o) if eqx.is_array(n) else n, new, state)
-    kept = eqx.tree_at(lambda s: s.key, kept, new.key)
+    # a branch is a copy; a select would be one more kernel to compile for every array of the state
+    arrays, static = eqx.partition(new, eqx.is_array)
+    kept = jax.lax.cond(finite, lambda: arrays, lambda: eqx.filter(state, eqx.is_array))
+    kept = eqx.tree_at(lambda s: s.key, eqx.combine(kept, static), new.key)
     return kept, {**metrics, "rolled_back": ~finite}
 
 
