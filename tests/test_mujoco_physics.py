@@ -1,0 +1,228 @@
+"""The physics function: vmap in every form, engines against each other, divergence, bad input."""
+
+import functools
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from safeicrl.envs import models, physics
+from safeicrl.envs.registry import make_env
+from safeicrl.errors import UserError
+
+mujoco = pytest.importorskip("mujoco")
+
+GOLDEN = np.load(Path(__file__).parent / "golden" / "safety_gymnasium_1.0.0.npz")
+ENVS = {
+    "point": "safe-dark-point",
+    "car": "safe-dark-car",
+    "half_cheetah": "safe-velocity-half-cheetah",
+    "ant": "safe-velocity-ant",
+}
+
+
+def worlds(robot, count, seed=0):
+    """Reset states and actions of `count` worlds."""
+    env = make_env(ENVS[robot], engine="c")
+    task = env.sample_task(jax.random.key(seed), "train")
+    states, _ = jax.vmap(lambda key: env.reset(key, task))(jax.random.split(jax.random.key(seed), count))
+    actions = np.random.default_rng(seed).uniform(-1, 1, (count, models.load(robot).nu))
+    return states.physics, jnp.asarray(actions, float)
+
+
+def _roll(job, state, actions):
+    """Open loop: state [world], actions [time, world, nu] → states [time, world, repeats]."""
+
+    def step(state, action):
+        motion = jax.vmap(functools.partial(physics.step, job))(state, action)
+        return jax.tree.map(lambda x: x[:, -1], motion.states), motion.states
+
+    return jax.lax.scan(step, state, actions)[1]
+
+
+# MJX on a CPU compiles for most of the time these tests take; unoptimised code compiles in half of it.
+roll = jax.jit(_roll, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def by_hand(robot, state, ctrl, substeps):
+    model = models.load(robot)
+    data = mujoco.MjData(model)
+    data.qpos[:], data.qvel[:], data.ctrl[:] = state.qpos, state.qvel, ctrl
+    mujoco.mj_step(model, data, substeps)
+    return data
+
+
+@pytest.mark.parametrize("robot", ENVS)
+def test_a_vmapped_step_is_a_loop_over_mj_step(robot):
+    with jax.enable_x64(True):
+        state, ctrl = worlds(robot, 3)
+        job = physics.Job(robot, 4, 2, "c")
+        motion = jax.jit(jax.vmap(functools.partial(physics.step, job)))(state, ctrl)
+        for i in range(3):
+            for repeat in range(2):
+                data = by_hand(robot, jax.tree.map(lambda x, i=i: x[i], state), ctrl[i], 4 * (repeat + 1))
+                np.testing.assert_array_equal(motion.states.qpos[i, repeat], data.qpos)
+                np.testing.assert_array_equal(motion.states.qvel[i, repeat], data.qvel)
+
+
+def test_one_callback_serves_a_whole_batch_however_it_is_vmapped(monkeypatch):
+    calls = []
+    inside = physics._advance_host
+    monkeypatch.setattr(physics, "_advance_host", lambda job, x: calls.append(len(x)) or inside(job, x))
+    state, ctrl = worlds("point", 6)
+    step = functools.partial(physics.step, physics.Job("point", 2, 1, "c"))
+    flat = jax.jit(jax.vmap(step))(state, ctrl)
+    fold = functools.partial(jax.tree.map, lambda x: x.reshape(2, 3, *x.shape[1:]))
+    nested = jax.jit(jax.vmap(jax.vmap(step)))(fold(state), fold(ctrl))
+    first = jax.tree.map(lambda x: x[0], state)
+    shared = jax.jit(jax.vmap(step, (None, 0)))(first, ctrl)  # one state, many actions
+    alone = step(first, ctrl[0])
+    jax.block_until_ready((flat, nested, shared, alone))
+    assert calls == [6, 6, 6, 1]
+    jax.tree.map(np.testing.assert_array_equal, fold(flat), nested)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[0], y), flat, alone)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[0], y[0]), flat, shared)
+
+
+def test_double_precision_survives_the_callback_in_a_scan():
+    with jax.enable_x64(True):
+        state, ctrl = worlds("car", 2)
+        actions = jnp.stack([ctrl] * 5)
+        states = roll(physics.Job("car", 3, 1, "c"), state, actions)
+        data = by_hand("car", jax.tree.map(lambda x: x[1], state), ctrl[1], 15)
+        np.testing.assert_array_equal(states.qpos[-1, 1, 0], data.qpos)
+
+
+def test_any_number_of_threads_gives_the_same_bits():
+    state, ctrl = worlds("half_cheetah", 8)
+    job = physics.Job("half_cheetah", 5, 1, "c")
+    seen = []
+    for count in (1, 3):
+        physics.set_threads(count)
+        seen.append(jax.jit(jax.vmap(functools.partial(physics.step, job)))(state, ctrl))
+    physics.set_threads(0)
+    jax.tree.map(np.testing.assert_array_equal, *seen)
+
+
+def moving(robot, count):
+    """Recorded states of a robot in motion. (At rest Car touches the floor to the last bit: rounding decides.)"""
+    rows = slice(10, 10 + count)
+    qpos, qvel = GOLDEN[f"{robot}/0/qpos"][rows], GOLDEN[f"{robot}/0/qvel"][rows]
+    return jax.vmap(physics.RobotState.start)(qpos, qvel).physics
+
+
+def test_planar_is_mujoco():
+    with jax.enable_x64(True):
+        state, ctrl = worlds("point", 64)
+        jobs = [physics.Job("point", 10, 1, engine) for engine in ("c", "planar")]
+        saturated = jnp.sign(ctrl) * jnp.ones((5, 64, 2))
+        c, planar = (roll(job, state, saturated) for job in jobs)
+        np.testing.assert_allclose(planar.qpos, c.qpos, rtol=0, atol=1e-13)
+        # Between its limits the yaw servo chatters: each physics step amplifies rounding about fivefold.
+        c, planar = (roll(job, state, ctrl[None]) for job in jobs)
+        np.testing.assert_allclose(planar.qpos, c.qpos, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("robot", ["point", "car", "half_cheetah"])
+def test_mjx_follows_c_over_a_short_prefix(robot):
+    pytest.importorskip("mujoco.mjx")
+    with jax.enable_x64(True):
+        state = moving(robot, 8)
+        actions = np.sign(np.random.default_rng(1).uniform(-1, 1, (8, models.load(robot).nu))) * np.ones((3, 1, 1))
+        substeps = 10 if robot in ("point", "car") else 5
+        c, mjx = (roll(physics.Job(robot, substeps, 1, engine), state, actions) for engine in ("c", "mjx"))
+        np.testing.assert_allclose(mjx.qpos[0], c.qpos[0], rtol=0, atol=1e-10)
+        np.testing.assert_allclose(mjx.qpos, c.qpos, rtol=0, atol=1e-8)
+        assert not (mjx.qpos == c.qpos).all()  # two engines, not one twice
+
+
+def test_mjx_ant_agrees_in_distribution():
+    """Contact frames differ, so single worlds part ways; heights and velocities of 64 of them must not."""
+    pytest.importorskip("mujoco.mjx")
+    state, _ = worlds("ant", 64)
+    actions = jnp.asarray(np.random.default_rng(1).uniform(-1, 1, (6, 64, 8)), jnp.float32)
+    c, mjx = (roll(physics.Job("ant", 5, 1, engine), state, actions) for engine in ("c", "mjx"))
+    height_c, height_mjx = c.qpos[-1, :, 0, 2], mjx.qpos[-1, :, 0, 2]
+    assert abs(height_c.mean() - height_mjx.mean()) < 0.02
+    assert abs(height_c.std() - height_mjx.std()) < 0.02
+    np.testing.assert_allclose(mjx.qvel[-1, :, 0].std(0), c.qvel[-1, :, 0].std(0), rtol=0.2)
+    assert abs(height_c - state.qpos[:, 2]).mean() > 0.1  # they have fallen: contacts were met
+
+
+@pytest.mark.parametrize("engine", ["c", "planar"])
+def test_a_world_that_diverges_is_held_and_the_others_go_on(engine):
+    state, ctrl = worlds("point", 4)
+    broken = physics.replace(state, qvel=state.qvel.at[1, 0].set(1e30))
+    job = physics.Job("point", 10, 3, engine)
+    step = jax.jit(jax.vmap(functools.partial(physics.step, job)))
+    before = physics.failures()
+    if engine == "c":  # planar diverges only on what it is given, and reports it in the flag alone
+        with pytest.warns(RuntimeWarning, match="1 of 4 MuJoCo worlds diverged"):
+            motion = jax.block_until_ready(step(broken, ctrl))
+        assert physics.failures() == before + 1
+    else:
+        motion = step(broken, ctrl)
+    np.testing.assert_array_equal(motion.failed, np.array([[False], [True], [False], [False]]).repeat(3, 1))
+    np.testing.assert_array_equal(motion.states.qpos[1], np.stack([state.qpos[1]] * 3))
+    healthy = step(state, ctrl)
+    others = np.array([0, 2, 3])
+    np.testing.assert_array_equal(motion.states.qpos[others], healthy.states.qpos[others])
+    assert np.isfinite(motion.states.qpos).all()
+
+
+def test_a_car_driven_to_nan_inside_mujoco_keeps_its_last_good_state():
+    state, ctrl = worlds("car", 2)
+    spinning = physics.replace(state, qvel=state.qvel.at[0, 3:6].set(3e9))  # legal input; diverges in the step
+    with pytest.warns(RuntimeWarning, match="diverged"):
+        motion = jax.block_until_ready(
+            jax.jit(jax.vmap(functools.partial(physics.step, physics.Job("car", 10, 2, "c"))))(spinning, ctrl)
+        )
+    np.testing.assert_array_equal(motion.failed, [[True, True], [False, False]])
+    np.testing.assert_array_equal(motion.states.qvel[0, 1], spinning.qvel[0])
+
+
+def test_a_non_finite_action_fails_its_world_only():
+    state, ctrl = worlds("car", 2)
+    with pytest.warns(RuntimeWarning, match="diverged"):
+        motion = jax.block_until_ready(
+            jax.jit(jax.vmap(functools.partial(physics.step, physics.Job("car", 2, 1, "c"))))(
+                state, ctrl.at[0, 0].set(jnp.nan)
+            )
+        )
+    np.testing.assert_array_equal(motion.failed[:, 0], [True, False])
+
+
+def test_auto_chooses_by_robot_device_and_batch(monkeypatch):
+    monkeypatch.setitem(physics.AUTO, "car", {"mjx": 1000})
+    car, point = physics.Job("car", 10), physics.Job("point", 10)
+    assert physics.resolve_engine(car, 999, "gpu") == "c"
+    assert physics.resolve_engine(car, 1000, "gpu") == "mjx"
+    assert physics.resolve_engine(car, 10**6, "cpu") == "c"
+    assert physics.resolve_engine(point, 1, "cpu") == "planar"
+    assert physics.resolve_engine(physics.Job("point", 10, engine="c"), 10**6, "gpu") == "c"
+
+
+def test_bad_engines_are_named():
+    with pytest.raises(UserError, match=r"unknown engine 'mjz'.*Did you mean 'mjx'"):
+        make_env("safe-dark-car", engine="mjz")
+    with pytest.raises(UserError, match="'planar' knows only the robot 'point'"):
+        make_env("safe-velocity-ant", engine="planar")
+    with pytest.raises(UserError, match="threads must be an integer ≥ 0"):
+        physics.set_threads(-1)
+    with pytest.raises(UserError, match=r"unknown robot 'cat'.*'car'"):
+        models.load("cat")
+
+
+def test_missing_packages_are_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="'mjx' needs mujoco-mjx: pip install"):
+        make_env("safe-dark-car", engine="mjx")
+    monkeypatch.undo()
+    models.load.cache_clear()
+    monkeypatch.setitem(sys.modules, "mujoco.batch", None)
+    with pytest.raises(UserError, match=r"pip install 'safeicrl\[mujoco\]'"):
+        make_env("safe-dark-point")
+    assert make_env("safe-dark-room").spec.max_steps == 30
