@@ -1,5 +1,7 @@
 """Released policies: start and act give what `run_trials` gives, and every misuse is one line."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,11 @@ from standin import ROOM, TableAgent
 
 from safeicrl import checkpoint, load_policy
 from safeicrl import policy as policies
+from safeicrl.agent import NetAgent
 from safeicrl.errors import UserError
 from safeicrl.evaluate import describe_env
+from safeicrl.nets.heads import PolicyNet
+from safeicrl.nets.transformer import NetConfig
 from safeicrl.policy import Policy
 from safeicrl.trial import run_trials, sample_queue
 
@@ -223,3 +228,29 @@ def test_bad_batches():
         policy.act(np.ones((3, 2)), np.zeros(3), 1.0)
     with pytest.raises(UserError, match="truncated must be true or false, or 3 of them"):
         policy.act(np.ones((3, 2)), np.zeros(3), np.zeros(3), False, [True, False])
+
+
+def test_a_released_network_acts_as_in_run_trials_and_rolls_on(tmp_path):
+    config = NetConfig(width=8, layers=1, heads=2, context=ROOM.spec.trial_steps, dtype="float32")
+    net = eqx.filter_jit(PolicyNet)(config, ROOM.spec, jax.random.key(5))
+    # louder than a fresh network, whose small last layer would choose the same action everywhere
+    net = jax.tree.map(lambda x: 8 * x if eqx.is_inexact_array(x) else x, net)
+    path = tmp_path / "net.safetensors"
+    card = {"kind": "net", "net": dataclasses.asdict(config), "env": describe_env(ROOM)}
+    checkpoint.save_policy(path, NetAgent(net=net), card)
+    policy = load_policy(path, greedy=True)
+    tasks, budgets = sample_queue(ROOM, "test", (1, 3), (6, 1), jax.random.key(1))
+    trials = run_trials(
+        ROOM, policy.agent, tasks, budgets, jax.random.key(0), episodes=4, steps=ROOM.spec.trial_steps
+    )
+    assert len(set(np.asarray(trials.action).ravel().tolist())) > 2
+    policy.start(budget=budgets[:, 0].tolist())
+    last = {}
+    for time in range(trials.action.shape[1]):
+        alive = np.asarray(trials.valid[:, time])
+        action = policy.act(trials.token.observation[:, time], **last)
+        np.testing.assert_array_equal(action[alive], np.asarray(trials.action)[alive, time])
+        last = {name: getattr(trials, name)[:, time] for name in ("reward", "cost", "terminated", "truncated")}
+    for _ in range(30):  # past the context
+        action = policy.act(np.ones((6, 2), int), np.zeros(6), np.ones(6), False, True)
+        assert set(action.tolist()) <= set(range(5))

@@ -68,7 +68,7 @@ def replay(contender: Contender, budget: float, *, seed: int = 0) -> Replay:
     task: Room = env.sample_task(task_key, "test")
     trials = run_trials(
         env, contender.agent, jax.tree.map(lambda x: x[None, None], task), jnp.full((1, 1), budget), key,
-        episodes=env.episodes, steps=env.spec.trial_steps, segments=8,
+        episodes=env.episodes, steps=env.spec.trial_steps,
     )  # fmt: skip
     trials = jax.tree.map(lambda x: np.asarray(x[0]), trials)  # [time, ...]
     paths, costs, reached = [], [], []
