@@ -36,7 +36,9 @@ def run(out: Path, *, tasks: int = 50, seed: int = 0, env: SafeDarkRoom | None =
         steps = int(found.lengths.sum())
         seconds = found.meta["seconds"]
         console.print(f"{contender.label}: {steps:,} steps in {seconds:.1f} s", style="dim", highlight=False)
-    console.print(summary_table(results, f"{tasks} rooms nobody has seen, budgets 1–10, parameters frozen"))
+    low, high = results[0].budget_range
+    title = f"{tasks} rooms nobody has seen, budgets {low:g}–{high:g}, parameters frozen"
+    console.print(summary_table(results, title))
 
     files = [path for result in results for path in save_results(result, out / _slug(result.label))]
     groups = group(results)
