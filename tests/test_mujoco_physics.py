@@ -140,16 +140,18 @@ def test_mjx_follows_c_over_a_short_prefix(robot):
 
 
 def test_mjx_ant_agrees_in_distribution():
-    """Contact frames differ, so single worlds part ways; heights and velocities of 64 of them must not."""
+    """Contact frames differ, so single worlds part ways; the crowd must not."""
     pytest.importorskip("mujoco.mjx")
-    state, _ = worlds("ant", 64)
-    actions = jnp.asarray(np.random.default_rng(1).uniform(-1, 1, (6, 64, 8)), jnp.float32)
+    state, _ = worlds("ant", 32)
+    state = physics.replace(state, qpos=state.qpos.at[:, 2].add(-0.2))  # near the floor: contacts from the start
+    actions = jnp.asarray(np.random.default_rng(1).uniform(-1, 1, (4, 32, 8)), jnp.float32)
     c, mjx = (roll(physics.Job("ant", 5, 1, engine), state, actions) for engine in ("c", "mjx"))
     height_c, height_mjx = c.qpos[-1, :, 0, 2], mjx.qpos[-1, :, 0, 2]
-    assert abs(height_c.mean() - height_mjx.mean()) < 0.02
+    assert abs(height_c.mean() - height_mjx.mean()) < 0.01
     assert abs(height_c.std() - height_mjx.std()) < 0.02
-    np.testing.assert_allclose(mjx.qvel[-1, :, 0].std(0), c.qvel[-1, :, 0].std(0), rtol=0.2)
-    assert abs(height_c - state.qpos[:, 2]).mean() > 0.1  # they have fallen: contacts were met
+    np.testing.assert_allclose(mjx.qvel[-1, :, 0].std(0), c.qvel[-1, :, 0].std(0), rtol=0.3)
+    falling = height_c.mean() - state.qpos[:, 2].mean()
+    assert falling > -0.5 * 9.81 * 0.2**2 + 0.02  # slower than a free fall: the floor was met
 
 
 @pytest.mark.parametrize("engine", ["c", "planar"])
