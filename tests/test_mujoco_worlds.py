@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from safeicrl.envs import dark_mujoco as dark
-from safeicrl.envs import spawn
 from safeicrl.envs import safe_velocity as velocity
+from safeicrl.envs import spawn
 from safeicrl.envs.registry import make_env
 from safeicrl.errors import UserError
 
