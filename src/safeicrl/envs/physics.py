@@ -16,7 +16,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,6 @@ import numpy as np
 from safeicrl.envs import models
 from safeicrl.envs.api import record, replace
 from safeicrl.errors import UserError, check_integer, unknown_name
-
-if TYPE_CHECKING:
-    import mujoco.batch
 
 # Fewest worlds from which `auto` prefers an engine on an accelerator; `c` below the first. On a CPU `auto` is
 # `planar` for Point and `c` for the rest. Measured by bench/physics.py, table in docs/mujoco.md; assign to
@@ -186,13 +183,6 @@ def threads() -> int:
 _lock = threading.Lock()  # JAX may call back from several threads; a Batch serves one at a time
 
 
-@functools.lru_cache(maxsize=8)
-def _batch(robot: str, worlds: int, thread_count: int) -> "mujoco.batch.Batch":
-    import mujoco.batch
-
-    return mujoco.batch.Batch(models.load(robot), worlds, min(thread_count, worlds))
-
-
 def _advance_c(job: Job, state: PhysicsState, ctrl: jax.Array) -> Motion:
     # One array in and one out: JAX spends about 0.15 ms on each that crosses to the host. They cross as bits,
     # because the callback's thread does not know of a `with jax.enable_x64()` here and would round doubles.
@@ -219,51 +209,67 @@ def _advance_bits(job: Job, dtype: np.dtype, bits: jax.Array) -> np.ndarray:
 
 def _advance_host(job: Job, packed: np.ndarray) -> np.ndarray:
     """[worlds, state and ctrl] → [worlds, repeats, state and failed]."""
-    import mujoco
-
-    model = models.load(job.robot)
-    ends = np.cumsum([model.nq, model.nv, model.nv, 2])
-    width = ends[-1]
-    start, ctrl = packed[:, :width], packed[:, width:]
-    out = np.empty((len(packed), job.repeats, width + 1), packed.dtype)
-    bad = np.asarray(~(np.abs(packed) < TOO_LARGE).all(-1))  # NaN compares false
     with _lock:
-        batch = _batch(job.robot, len(packed), threads())
-        physical = [batch.bind(name) for name in ("qpos", "qvel", "qacc_warmstart")]  # views of its state
-        rk4 = model.opt.integrator == mujoco.mjtIntegrator.mjINT_RK4
-        anchor = (batch.bind("xpos")[:, 1] if rk4 else physical[0])[:, :2]
-        for field, value in zip(physical, np.split(start, ends[:3], axis=1)[:3], strict=True):
-            field[:] = value
-        batch.bind("ctrl")[:] = ctrl
-        for i in range(job.repeats):
-            _park(batch, bad)
-            bad |= _run(batch, job.substeps)
-            bad |= ~(np.abs(batch.bind("qpos")) < TOO_LARGE).all(-1)
-            bad |= ~(np.abs(batch.bind("qvel")) < TOO_LARGE).all(-1)
-            np.concatenate([*physical, anchor, bad[:, None]], axis=1, out=out[:, i], casting="same_kind")
-            out[bad, i, :width] = (out[:, i - 1, :width] if i else start)[bad]
-    _report(out[:, -1, width] > 0)
+        out = _worlds(job.robot, len(packed), threads()).advance(job, packed)
+    _report(out[:, -1, -1] > 0)
     return out
 
 
-def _run(batch: "mujoco.batch.Batch", substeps: int) -> np.ndarray:
-    """Step all worlds; which of them MuJoCo raised an error in, [worlds]."""
-    import mujoco.batch
+class _Worlds:
+    """A `mujoco.batch` of one robot with its arrays at hand: binding them anew costs more than the rest."""
 
-    broken = np.zeros(batch.nsim, bool)
-    try:
-        batch.step(nstep=substeps)
-    except mujoco.batch.SimulationError as error:
-        broken[error.ids] = True
-    return broken
+    def __init__(self, robot: str, count: int, thread_count: int) -> None:
+        import mujoco.batch
+
+        self.model = models.load(robot)
+        self.batch = mujoco.batch.Batch(self.model, count, min(thread_count, count))
+        self.error = mujoco.batch.SimulationError
+        self.qpos, self.qvel, self.ctrl = (self.batch.bind(name) for name in ("qpos", "qvel", "ctrl"))
+        self.warmstart = self.batch.bind("qacc_warmstart")
+        rk4 = self.model.opt.integrator == mujoco.mjtIntegrator.mjINT_RK4
+        self.anchor = (self.batch.bind("xpos")[:, 1] if rk4 else self.qpos)[:, :2]
+        self.ends = np.cumsum([self.model.nq, self.model.nv, self.model.nv, 2]).tolist()  # of packed fields
+
+    def advance(self, job: Job, packed: np.ndarray) -> np.ndarray:
+        """What `_advance_host` returns."""
+        qpos, qvel, warmstart, width = self.ends
+        start = packed[:, :width]
+        self.qpos[:], self.qvel[:] = start[:, :qpos], start[:, qpos:qvel]
+        self.warmstart[:], self.ctrl[:] = start[:, qvel:warmstart], packed[:, width:]
+        out = np.empty((len(packed), job.repeats, width + 1), packed.dtype)
+        bad = ~_sound(packed)
+        for i in range(job.repeats):
+            if bad.any():
+                self._park(bad)
+            bad = bad | self._run(job.substeps) | ~(_sound(self.qpos) & _sound(self.qvel))
+            row = out[:, i]
+            row[:, :qpos], row[:, qpos:qvel], row[:, qvel:warmstart] = self.qpos, self.qvel, self.warmstart
+            row[:, warmstart:width], row[:, width] = self.anchor, bad
+            if bad.any():
+                row[bad, :width] = (out[:, i - 1, :width] if i else start)[bad]
+        return out
+
+    def _run(self, substeps: int) -> np.ndarray:
+        """Step all worlds; which of them MuJoCo raised an error in, [worlds]."""
+        broken = np.zeros(len(self.qpos), bool)
+        try:
+            self.batch.step(nstep=substeps)
+        except self.error as error:
+            broken[error.ids] = True
+        return broken
+
+    def _park(self, bad: np.ndarray) -> None:
+        """Put failed worlds into the rest pose, so that MuJoCo does not compute with what broke them."""
+        self.qpos[bad] = self.model.qpos0
+        self.qvel[bad] = self.warmstart[bad] = self.ctrl[bad] = 0.0
 
 
-def _park(batch: "mujoco.batch.Batch", bad: np.ndarray) -> None:
-    """Put failed worlds into the rest pose, so that MuJoCo does not compute with what broke them."""
-    if bad.any():
-        batch.bind("qpos")[bad] = batch.model.qpos0
-        for name in ("qvel", "qacc_warmstart", "ctrl"):
-            batch.bind(name)[bad] = 0.0
+_worlds = functools.lru_cache(maxsize=8)(_Worlds)
+
+
+def _sound(values: np.ndarray) -> np.ndarray:
+    """Which rows MuJoCo can compute with, [worlds]; NaN compares false."""
+    return np.abs(values).max(axis=1) < TOO_LARGE
 
 
 # --------------------------------------------------------------------------------------- engines in JAX
