@@ -62,11 +62,11 @@ def start_worlds(robot: str, worlds: int) -> tuple[Any, Any]:
 
 
 def scan_steps(env: Any, tasks: Any, state: Any, actions: jax.Array) -> Any:
-    """Step all worlds through actions [time, world, nu]; returns what keeps anything from being optimised away."""
+    """Step all worlds through actions [time, world, nu]; returns every step's outcome, as a learner needs it."""
 
     def step(state: Any, action: jax.Array) -> Any:
         state, out = jax.vmap(env.step, (None, 0, 0, 0))(jax.random.key(0), state, action, tasks)
-        return state, (out.reward.sum(), out.cost.sum(), out.observation.sum(), state.failed.sum())
+        return state, out
 
     return jax.lax.scan(step, state, actions)
 
