@@ -3,11 +3,6 @@
 python bench/env.py            a table, and results/bench_env.json
 """
 
-import os
-import platform
-import shlex
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from common import cores, fastest, processor, provenance
 from rich.console import Console
 from rich.table import Table
 
 from safeicrl.envs.api import Env
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.files import write_json
-from safeicrl.version import VERSION
 
 
 @dataclass(frozen=True)
@@ -59,8 +54,7 @@ def scan_rate(env: Env, rooms: int, args: Args) -> float:
         return carry[1].mean(), carry[2].mean()
 
     jax.block_until_ready(run(key))
-    best = min(timed(lambda: jax.block_until_ready(run(key))) for _ in range(args.repeats))
-    return rooms * args.steps / best
+    return rooms * args.steps / fastest(lambda: run(key), args.repeats)
 
 
 def gym_rate(args: Args) -> float:
@@ -77,32 +71,15 @@ def gym_rate(args: Args) -> float:
                 env.reset()
 
     loop()
-    return args.gym_steps / min(timed(loop) for _ in range(args.repeats))
-
-
-def timed(call) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
-
-
-def processor() -> str:
-    """The processor's name, where the system tells."""
-    info = Path("/proc/cpuinfo")
-    names = (
-        [x.split(":")[1].strip() for x in info.read_text().splitlines() if x.startswith("model name")]
-        if info.exists()
-        else []
-    )
-    return names[0] if names else platform.processor() or platform.machine()
+    return args.gym_steps / fastest(loop, args.repeats)
 
 
 def main(args: Args) -> None:
     env = SafeDarkRoom()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    about = provenance(gymnasium=gymnasium.__version__)
     gym = gym_rate(args)
     rates = {rooms: scan_rate(env, rooms, args) for rooms in args.rooms}
-    table = Table(title=f"SafeDarkRoom, random actions, {cores} cores, {processor()}")
+    table = Table(title=f"SafeDarkRoom, random actions, {cores()} cores, {processor()}")
     for name in ("", "rooms", "env steps/s", "× Gymnasium face"):
         table.add_column(name, justify="left" if not name else "right")
     table.add_row("Gymnasium face, Python loop", "1", f"{gym:,.0f}", "1")
@@ -112,20 +89,8 @@ def main(args: Args) -> None:
     write_json(
         args.out,
         {
-            "command": shlex.join(["python", *sys.argv]),
+            **about,
             "seed": args.seed,
-            "machine": {
-                "processor": processor(),
-                "cores": cores,
-                "device": jax.devices()[0].device_kind,
-                "load_before": os.getloadavg()[0],
-            },
-            "versions": {
-                "safeicrl": VERSION,
-                "python": platform.python_version(),
-                "jax": jax.__version__,
-                "gymnasium": gymnasium.__version__,
-            },
             "steps": args.steps,
             "repeats": args.repeats,
             "gymnasium_steps_per_s": gym,
