@@ -60,6 +60,7 @@ class TrainConfig:
     minutes: float | None = None  # ... or so much wall time, compilation included, whichever comes first
     seed: int = 0
     seeds: int = 1  # seeds seed, seed+1, ... train side by side in one vmapped program
+    start: str | None = None  # folder of a finished run whose networks this one begins with
     chunk: int = 1  # iterations in one call of the jitted program
     checkpoint_minutes: float = 2.0  # 0: after every chunk
     evaluation: EvalConfig = field(default_factory=EvalConfig)
@@ -200,9 +201,12 @@ def _begin(
         return state, Status(**meta["status"])
     if path.exists():
         raise UserError(f"{folder} holds a run already: resume it or choose another folder")
+    state = eqx.filter_jit(_init)(algorithm, config.seed, config.seeds)
+    if config.start is not None:
+        other, _ = checkpoint.load(Path(config.start) / "checkpoint.safetensors", template, kind="checkpoint")
+        state = algorithm.start_from(state, other)
     write_json(folder / "config.json", _describe(algorithm, config))
-    status = Status(failures=[0] * config.seeds, best=[None] * config.seeds)
-    return eqx.filter_jit(_init)(algorithm, config.seed, config.seeds), status
+    return state, Status(failures=[0] * config.seeds, best=[None] * config.seeds)
 
 
 def _describe(algorithm: Algorithm, config: TrainConfig) -> dict[str, Any]:

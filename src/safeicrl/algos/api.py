@@ -43,6 +43,10 @@ class Algorithm(Protocol):
         """
         ...
 
+    def start_from(self, state: PyTree, other: PyTree) -> PyTree:
+        """A new run's `state` with the networks of another run's; all else (multiplier, schedules) begins anew."""
+        ...
+
     def agent(self, state: PyTree) -> Agent:
         """The policy of this state, frozen."""
         ...

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from safeicrl.agent import NetAgent
-from safeicrl.envs.api import Env, Key, PyTree, record
+from safeicrl.envs.api import Env, Key, PyTree, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.attention import MAX_TRIALS
 from safeicrl.nets.heads import PolicyNet
@@ -93,6 +93,10 @@ class Scared:
             iteration=jnp.int32(0),
             key=key,
         )
+
+    def start_from(self, state: ScaredState, other: ScaredState) -> ScaredState:
+        """A new run's state with another run's networks."""
+        return replace(state, optimiser=self.optimiser.start_from(state.optimiser, other.optimiser))
 
     def agent(self, state: ScaredState) -> Agent:
         """The policy, sampled as in training."""

@@ -17,7 +17,7 @@ import optax
 
 from safeicrl import replay as buffer
 from safeicrl.agent import NetAgent
-from safeicrl.envs.api import Discrete, Env, EnvSpec, Key, PyTree, record
+from safeicrl.envs.api import Discrete, Env, EnvSpec, Key, PyTree, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.heads import Categorical, Distribution, PolicyNet, TanhNormal
 from safeicrl.nets.layers import MLP
@@ -164,6 +164,10 @@ class DDPG:
             scale=jnp.ones(2),
             progress=jnp.float32(0.0),
         )
+
+    def start_from(self, state: DDPGState, other: DDPGState) -> DDPGState:
+        """A new run's state with another run's networks, slow and fast, and the scales they predict in."""
+        return replace(state, net=other.net, slow=other.slow, scale=other.scale)
 
     def agent(self, state: DDPGState) -> NetAgent:
         """The policy, sampled, without added exploration."""

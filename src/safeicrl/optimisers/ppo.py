@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from safeicrl.agent import NetAgent
-from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, record
+from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.heads import Critic, PolicyNet
 from safeicrl.nets.transformer import NetConfig
@@ -104,6 +104,10 @@ class PPO:
         """Fresh networks."""
         net = ActorCritic(self.net, self.env.spec, self.config.privileged_critic, key)
         return PPOState(net=net, optimiser=self.optimiser.init(eqx.filter(net, eqx.is_array)), scale=jnp.ones(2))
+
+    def start_from(self, state: PPOState, other: PPOState) -> PPOState:
+        """A new run's state with another run's networks and the scales they predict in."""
+        return replace(state, net=other.net, scale=other.scale)
 
     def agent(self, state: PPOState) -> NetAgent:
         """The policy, sampled."""
