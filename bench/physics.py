@@ -133,7 +133,7 @@ def reset_against_step(robot: str, worlds: int, args: argparse.Namespace) -> dic
     return {"robot": robot, "worlds": worlds, **seconds}
 
 
-def compile_engine(robot: str, engine: str, worlds: int) -> Callable[[], float]:
+def compile_engine(robot: str, engine: str, worlds: int) -> Callable[[float], float]:
     """Compile steps of `worlds` worlds; calling the result runs some of them and returns physics steps/s."""
     env = make_env(ENVS[robot], engine=engine)
     steps = 20 if engine == "planar" else 1
@@ -141,7 +141,7 @@ def compile_engine(robot: str, engine: str, worlds: int) -> Callable[[], float]:
     actions = jnp.asarray(random_actions(robot, steps, worlds))
     compiled = jax.jit(lambda t, s, a: scan_steps(env, t, s, a)).lower(tasks, state, actions).compile()
 
-    def measure(seconds: float = 1.0) -> float:
+    def measure(seconds: float) -> float:
         current, _ = jax.block_until_ready(compiled(tasks, state, actions))
         count, start = 0, time.perf_counter()
         while count == 0 or time.perf_counter() - start < seconds:
@@ -154,30 +154,31 @@ def compile_engine(robot: str, engine: str, worlds: int) -> Callable[[], float]:
 
 
 def engines_by_batch(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
-    """Rates of every engine and batch. MJX compiles for tens of seconds, so all compile side by side first."""
+    """Rates of every engine and batch. MJX compiles for tens of seconds, so robots compile side by side first."""
     engines = [(robot, "c") for robot in args.robots] + [("point", "planar")] * ("point" in args.robots)
     engines += [(robot, "mjx") for robot in args.robots]  # the slow ones last
-    cases = [(robot, engine, worlds) for robot, engine in engines for worlds in args.worlds]
-    for robot in args.robots:
-        for worlds in args.worlds:
-            start_worlds(robot, worlds)
+    ready: dict[tuple[str, str, int], Callable[[float], float]] = {}
     start = time.perf_counter()
-    pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
-    compiling = {case: pool.submit(compile_engine, *case) for case in cases}
-    concurrent.futures.wait(compiling.values(), timeout=args.compile_seconds)
+
+    def compile_all(robot: str, engine: str) -> None:
+        for worlds in args.worlds:
+            if time.perf_counter() - start < args.compile_seconds:
+                ready[robot, engine, worlds] = compile_engine(robot, engine, worlds)
+
+    pool = concurrent.futures.ThreadPoolExecutor(len(engines))
+    compiling = [pool.submit(compile_all, *engine) for engine in engines]
+    done, _ = concurrent.futures.wait(compiling, timeout=args.compile_seconds)
+    for future in done:
+        future.result()  # raises what went wrong there
     console.print(f"compiled for {time.perf_counter() - start:.0f} s")
-    for future in compiling.values():
-        future.cancel()
     rows = []
-    for (robot, engine, worlds), future in compiling.items():
-        if not future.done() or future.cancelled():
-            console.print(f"{robot} {engine} {worlds}: not compiled within {args.compile_seconds} s, left out")
-        elif time.perf_counter() - start > args.total_seconds:
-            console.print(f"{robot} {engine} {worlds}: out of time, left out")
-        else:
-            row = {"robot": robot, "engine": engine, "worlds": worlds, "rate": future.result()(args.seconds)}
-            console.print(f"{robot} {engine} {worlds}: {row['rate']:,.0f} physics steps/s")
-            rows.append(row)
+    for robot, engine, worlds in [(*engine, worlds) for engine in engines for worlds in sorted(args.worlds)]:
+        measure = ready.get((robot, engine, worlds))
+        if measure is None or time.perf_counter() - start > args.total_seconds:
+            console.print(f"{robot} {engine} {worlds}: left out, {'time is up' if measure else 'still compiling'}")
+            continue
+        rows.append({"robot": robot, "engine": engine, "worlds": worlds, "rate": measure(args.seconds)})
+        console.print(f"{robot} {engine} {worlds}: {rows[-1]['rate']:,.0f} physics steps/s")
     return rows
 
 
@@ -248,7 +249,7 @@ def main() -> None:
     args.robots = usable(args.robots, console)
     about = provenance()
     if args.gpu:
-        args.worlds = args.worlds or [64, 512, 4096, 8192]
+        args.worlds = args.worlds or [4096, 512, 8192, 64, 2048]  # the most telling first
         rows = engines_by_batch(args, console)
         print_engines(rows, console)
         write_json(args.out or Path("results/bench_physics_gpu.json"), {**about, "engines": rows})

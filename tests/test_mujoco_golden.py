@@ -70,8 +70,7 @@ def test_open_loop_of_point_and_car_from_rest(robot, engine):
         state, _ = env.reset_to(*env._rest(0.0))
         step = open_loop(env, far_away(env), state, golden["action"])
         pose = np.concatenate([golden["xpos"], golden["xmat"]], axis=1)
-        # Car: contacts amplify rounding by about 1e8 over 60 steps
-        np.testing.assert_allclose(step.observation, pose, rtol=0, atol=1e-10 if robot == "point" else 1e-6)
+        np.testing.assert_allclose(step.observation, pose, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("robot", VELOCITY)
