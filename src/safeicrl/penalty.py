@@ -91,10 +91,10 @@ def surrogate(returns: jax.Array, costs: EpisodeCosts, multiplier: jax.Array) ->
 
 
 def max_of_means(costs: EpisodeCosts, edges: jax.Array) -> jax.Array:
-    """max over episodes k and budget bins of the mean of C_k − δ: Eq. 6, for every budget."""
+    """max over episodes k and budget bins of the mean of C_k − δ: Eq. 6, for every budget; 0 if none was played."""
     inside = in_bins(costs.budget, edges) & costs.played[..., None]  # [trial, episode, bin]
     means = _mean(costs.excess[..., None], inside, axis=0)
-    return jnp.where(inside.any(0), means, -jnp.inf).max()
+    return jnp.where(costs.played.any(), jnp.where(inside.any(0), means, -jnp.inf).max(), 0.0)
 
 
 def mean_of_max(costs: EpisodeCosts) -> jax.Array:
@@ -134,10 +134,13 @@ def update_multiplier(
 
 
 def in_bins(budget: jax.Array, edges: jax.Array) -> jax.Array:
-    """Membership [..., bin] of budgets in the half-open bins between `edges`; the last one is closed."""
-    b = budget[..., None]
-    upper = (b < edges[1:]) | ((b == edges[-1]) & (edges[1:] == edges[-1]))
-    return (b >= edges[:-1]) & upper
+    """Membership [..., bin] of budgets in the half-open bins between `edges`.
+
+    The outer bins are open: rounding (to cost units, or of sums of real-valued costs) can take a budget out of
+    the range it was drawn from, and a budget in no bin would be one whose violations nobody sees.
+    """
+    index = jnp.searchsorted(edges[1:-1], budget, side="right")
+    return index[..., None] == jnp.arange(len(edges) - 1)
 
 
 # What the actor is penalised for, step by step. All arrays [row, time].

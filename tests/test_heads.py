@@ -1,0 +1,172 @@
+"""Action distributions against their formulas in float64, numerical integrals and their own samples; the heads."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from networks import random_weights
+from probe import Push
+from scipy.stats import norm
+
+from safeicrl.envs.dark_room import SafeDarkRoom
+from safeicrl.nets.heads import HIDDEN, LOG_STD, Categorical, Critic, PolicyNet, TanhNormal
+from safeicrl.nets.transformer import NetConfig
+
+P = np.array([0.5, 0.25, 0.2, 0.05])
+# log-probabilities up to a constant
+ODDS = Categorical(logits=jnp.asarray(np.log(P) + 3.0, jnp.float32))
+SMALL = NetConfig(width=16, layers=1, heads=2, dtype="float32")
+SAMPLES = 40_000
+
+
+def frequencies(distribution: Categorical) -> np.ndarray:
+    draw = jax.vmap(distribution.sample)(jax.random.split(jax.random.key(0), SAMPLES))
+    assert draw.dtype == jnp.int32
+    return np.bincount(np.asarray(draw), minlength=len(P)) / SAMPLES
+
+
+def probabilities(distribution: Categorical) -> np.ndarray:
+    return np.exp(distribution.log_prob(jnp.arange(len(P))))
+
+
+def test_categorical_log_probabilities_and_entropy():
+    np.testing.assert_allclose(probabilities(ODDS), P, rtol=1e-5)
+    np.testing.assert_allclose(ODDS.entropy(), -(P * np.log(P)).sum(), rtol=1e-5)
+    assert int(ODDS.mode()) == 0
+    assert ODDS.mode().dtype == jnp.int32
+
+
+def test_categorical_samples_come_at_their_probabilities():
+    assert np.abs(frequencies(ODDS) - P).max() < 5 * np.sqrt(0.25 / SAMPLES)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_categorical_tempered_is_a_power(temperature):
+    expected = P ** (1 / temperature)
+    np.testing.assert_allclose(probabilities(ODDS.tempered(temperature)), expected / expected.sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.3, 1.0])
+def test_categorical_explored_mixes_in_a_uniform_action(epsilon):
+    explored = ODDS.explored(jnp.float32(epsilon))
+    np.testing.assert_allclose(probabilities(explored), (1 - epsilon) * P + epsilon / 4, rtol=1e-5)
+
+
+def test_categorical_keeps_leading_axes():
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 4)), jnp.float32)
+    many = Categorical(logits=logits)
+    action = jnp.array([[0, 1, 2], [3, 0, 1]])
+    log_p = np.asarray(logits) - np.log(np.exp(np.asarray(logits)).sum(-1, keepdims=True))
+    expected = np.take_along_axis(log_p, np.asarray(action)[..., None], -1)[..., 0]
+    np.testing.assert_allclose(many.log_prob(action), expected, rtol=1e-5)
+    shapes = jax.eval_shape(lambda: (many.sample(jax.random.key(0)), many.mode(), many.entropy()))
+    assert [x.shape for x in shapes] == [(2, 3)] * 3
+
+
+MEAN, STD = np.array([0.7, -1.2]), np.array([0.4, 0.9])
+SQUASHED = TanhNormal(mean=jnp.asarray(MEAN, jnp.float32), log_std=jnp.asarray(np.log(STD), jnp.float32))
+
+
+def squashed_log_density(action: np.ndarray, mean=MEAN, std=STD) -> np.ndarray:
+    """By the change of variables, in float64."""
+    return (norm.logpdf(np.arctanh(action), mean, std) - np.log(1 - action**2)).sum(-1)
+
+
+def test_tanh_normal_log_density():
+    action = np.random.default_rng(0).uniform(-0.999, 0.999, (200, 2))
+    found = SQUASHED.log_prob(jnp.asarray(action, jnp.float32))
+    np.testing.assert_allclose(found, squashed_log_density(action), rtol=2e-3, atol=2e-3)
+
+
+def test_tanh_normal_density_integrates_to_one():
+    edges = np.linspace(-1, 1, 1201)
+    middle = (edges[1:] + edges[:-1]) / 2
+    grid = np.stack(np.meshgrid(middle, middle), -1)
+    density = np.exp(np.asarray(SQUASHED.log_prob(jnp.asarray(grid, jnp.float32)), np.float64))
+    assert density.sum() * (middle[1] - middle[0]) ** 2 == pytest.approx(1, abs=5e-3)
+
+
+def test_tanh_normal_samples_follow_its_density():
+    draw = np.asarray(jax.vmap(SQUASHED.sample)(jax.random.split(jax.random.key(0), SAMPLES)))
+    for dimension in range(2):
+        for point in (-0.9, -0.5, 0.0, 0.5, 0.9):
+            expected = norm.cdf((np.arctanh(point) - MEAN[dimension]) / STD[dimension])
+            assert abs((draw[:, dimension] < point).mean() - expected) < 5 * np.sqrt(0.25 / SAMPLES)
+    # independent dimensions
+    assert abs(np.corrcoef(np.arctanh(draw).T)[0, 1]) < 5 / np.sqrt(SAMPLES)
+    # the mean log-density of its own samples is minus the entropy of what was sampled
+    entropy = (np.log(STD) + 0.5 * np.log(2 * np.pi * np.e)).sum()  # of the Gaussian ...
+    entropy += np.log(1 - draw.astype(np.float64) ** 2).sum(-1).mean()  # ... moved by the squashing
+    assert -np.asarray(SQUASHED.log_prob(jnp.asarray(draw))).mean() == pytest.approx(entropy, abs=0.03)
+
+
+def test_tanh_normal_mode_and_entropy():
+    np.testing.assert_allclose(SQUASHED.mode(), np.tanh(MEAN), rtol=1e-5)
+    # documented: of the Gaussian before tanh
+    expected = (np.log(STD) + 0.5 * np.log(2 * np.pi * np.e)).sum()
+    np.testing.assert_allclose(SQUASHED.entropy(), expected, rtol=1e-5)
+
+
+def test_tanh_normal_tempered_and_explored():
+    np.testing.assert_allclose(np.exp(SQUASHED.tempered(0.25).log_std), STD / 2, rtol=1e-5)
+    np.testing.assert_array_equal(SQUASHED.tempered(0.25).mean, SQUASHED.mean)
+    np.testing.assert_allclose(np.exp(SQUASHED.explored(jnp.float32(0.6)).log_std), [0.6, 0.9], rtol=1e-5)
+    np.testing.assert_array_equal(SQUASHED.explored(jnp.float32(0.0)).log_std, SQUASHED.log_std)
+
+
+@pytest.mark.parametrize("mean", [-20.0, 0.0, 20.0])
+def test_saturated_actions_stay_inside_and_have_finite_densities(mean):
+    wide = TanhNormal(mean=jnp.full((64, 1), mean), log_std=jnp.full((64, 1), LOG_STD[1]))
+    action = wide.sample(jax.random.key(0))
+    assert np.abs(action).max() < 1
+    assert np.abs(wide.mode()).max() < 1
+    slope = jax.jit(jax.value_and_grad(lambda d, a: d.log_prob(a).sum()))
+    for given in (action, jnp.ones((64, 1)), -jnp.ones((64, 1))):
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(slope(wide, given)))
+
+
+def test_a_sample_is_differentiable_in_mean_and_spread():
+    """a = tanh(m + s ε): da/dm = 1 − a², da/d(log s) = (1 − a²) s ε."""
+    key = jax.random.key(3)
+    slope = jax.grad(lambda d: d.sample(key).sum())(SQUASHED)
+    noise = np.asarray(jax.random.normal(key, (2,)), np.float64)
+    squash = 1 - np.tanh(MEAN + STD * noise) ** 2
+    np.testing.assert_allclose(slope.mean, squash, rtol=1e-4)
+    np.testing.assert_allclose(slope.log_std, squash * STD * noise, rtol=1e-4)
+
+
+def test_a_continuous_policy_keeps_its_spread_within_bounds():
+    net = random_weights(PolicyNet, SMALL, Push().spec)
+    policy = net.distribution(jax.random.normal(jax.random.key(1), (50, 16)))
+    assert isinstance(policy, TanhNormal)
+    assert policy.mean.shape == policy.log_std.shape == (50, 1)
+    loud = jax.tree.map(lambda x: 1e4 * x, net.actor)
+    spread = np.asarray(net.distribution(jax.random.normal(jax.random.key(1), (50, 16)), loud).log_std)
+    assert spread.min() == LOG_STD[0]
+    assert spread.max() == LOG_STD[1]
+
+
+def test_a_privileged_critic_sees_the_task_of_each_steps_own_trial():
+    """By hand: value = W₂ gelu(W₁ f + U task[trial] + b₁) + b₂."""
+    spec = SafeDarkRoom(size=2, obstacles=1).spec
+    critic = random_weights(Critic, 16, spec, privileged=True)
+    rng = np.random.default_rng(0)
+    features, tasks = rng.normal(size=(2, 5, 16)), rng.normal(size=(2, 3, spec.task_features))
+    trial = np.array([[0, 0, 1, 2, 2], [0, 1, 1, 1, 2]])
+    found = critic(jnp.asarray(features, jnp.float32), jnp.asarray(tasks, jnp.float32), jnp.asarray(trial))
+    for row in range(2):
+        for t in range(5):
+            hidden = features[row, t] @ np.asarray(critic.head.first.weight) + np.asarray(critic.head.first.bias)
+            hidden = hidden + tasks[row, trial[row, t]] @ np.asarray(critic.task.weight)
+            assert hidden.shape == (HIDDEN,)
+            active = 0.5 * hidden * (1 + np.tanh(np.sqrt(2 / np.pi) * (hidden + 0.044715 * hidden**3)))  # GELU
+            value = active @ np.asarray(critic.head.second.weight) + np.asarray(critic.head.second.bias)
+            np.testing.assert_allclose(found[row, t], value[0], rtol=1e-3, atol=1e-5)
+
+
+def test_an_ordinary_critic_ignores_the_task():
+    spec = SafeDarkRoom(size=2, obstacles=1).spec
+    critic = random_weights(Critic, 16, spec, privileged=False)
+    features, trial = jax.random.normal(jax.random.key(1), (2, 5, 16)), jnp.zeros((2, 5), jnp.int32)
+    one, other = (critic(features, jnp.full((2, 3, spec.task_features), x), trial) for x in (0.0, 5.0))
+    np.testing.assert_array_equal(one, other)

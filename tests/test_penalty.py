@@ -1,0 +1,321 @@
+"""The constraint's machinery: numbers worked by hand, random trials, and Theorem 1 on a solved problem."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from networks import QUEUE, ROWS, random_rows
+
+from safeicrl import penalty
+from safeicrl.errors import UserError
+from safeicrl.penalty import EpisodeCosts, PenaltyConfig
+from safeicrl.trial import episode_sums
+
+# One bin below budget 3, one from 3 on.
+EDGES = jnp.array([1.0, 3.0, 5.0])
+# Four trials of three episodes; the last trial was cut after its first.
+COSTS = EpisodeCosts(
+    cost=jnp.array([[3.0, 1.0, 0.0], [1.0, 2.0, 2.0], [9.0, 5.0, 0.0], [4.0, 0.0, 0.0]]),
+    budget=jnp.array([[1.0] * 3, [2.0] * 3, [5.0] * 3, [3.0, 0.0, 0.0]]),
+    played=jnp.array([[True] * 3, [True] * 3, [True] * 3, [True, False, False]]),
+)
+NOBODY = dataclasses.replace(COSTS, played=jnp.zeros((4, 3), bool))
+# Excess:  [[2, 0, −1], [−1, 0, 0], [4, 0, −5], [1, ·, ·]]
+
+
+def test_hinge():
+    np.testing.assert_array_equal(penalty.hinge(jnp.array([-2.0, 0.0, 3.0])), [0, 0, 3])
+
+
+def test_constraint_is_the_mean_excess_of_each_episode():
+    np.testing.assert_allclose(penalty.constraint(COSTS), [(2 - 1 + 4 + 1) / 4, 0, (-1 + 0 - 5) / 3])
+
+
+def test_surrogate_charges_episodes_over_budget_and_credits_none_below():
+    returns = jnp.array([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [1.0, 2.0, 6.0], [5.0, 99.0, 99.0]])
+    found = penalty.surrogate(returns, COSTS, jnp.float32(0.5))
+    assert found == pytest.approx((2 + 2 + 4) - 0.5 * 1.5)
+
+
+def test_max_of_means_looks_at_every_episode_and_every_budget():
+    # below 3: episodes [½, 0, −½]; from 3 on: [5/2, 0, −5]
+    assert penalty.max_of_means(COSTS, EDGES) == pytest.approx(2.5)
+    # in one bin the violation at the small budget is hidden by slack at the large one
+    mixed = EpisodeCosts(
+        cost=jnp.array([[3.0], [0.0]]), budget=jnp.array([[1.0], [5.0]]), played=jnp.ones((2, 1), bool)
+    )
+    assert penalty.max_of_means(mixed, jnp.array([1.0, 5.0])) == pytest.approx(-1.5)
+    assert penalty.max_of_means(mixed, EDGES) == pytest.approx(2.0)
+
+
+def test_mean_of_max():
+    assert penalty.mean_of_max(COSTS) == pytest.approx((2 + 0 + 4 + 1) / 4)
+    unplayed = dataclasses.replace(COSTS, played=COSTS.played.at[2].set(False))
+    assert penalty.mean_of_max(unplayed) == pytest.approx((2 + 0 + 1) / 3)
+
+
+def test_by_bin():
+    np.testing.assert_allclose(penalty.hinge_by_bin(COSTS, EDGES), [2 / 6, (4 + 1) / 4])
+    np.testing.assert_allclose(penalty.over_by_bin(COSTS, EDGES), [1 / 6, 2 / 4])
+    np.testing.assert_array_equal(penalty.hinge_by_bin(COSTS, jnp.array([0.0, 0.5, 9.0]))[0], 0)
+
+
+def test_bins_are_half_open_and_every_budget_has_exactly_one():
+    """Also one that rounding took out of the range: its violations must not be lost."""
+    budgets = jnp.array([0.0, 0.999, 1.0, 2.9, 3.0, 5.0, 5.001])
+    expected = [[1, 0], [1, 0], [1, 0], [1, 0], [0, 1], [0, 1], [0, 1]]
+    np.testing.assert_array_equal(penalty.in_bins(budgets, EDGES), expected)
+    same = penalty.in_bins(jnp.array([2.0, 1.9999999]), jnp.array([2.0, 2.0, 2.0]))
+    np.testing.assert_array_equal(same.sum(-1), 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "signal"),
+    [
+        ({"signal": "hinge", "tolerance": 0.25}, 1.25 - 0.25),
+        ({"signal": "max_of_means"}, 2.5),
+        ({"signal": "mean_of_max"}, 1.75),
+        ({"dual": "naive"}, np.array([1.5, 0.0, -2.0])),
+    ],
+)
+def test_one_step_of_the_multiplier(change, signal):
+    config = PenaltyConfig(step=0.1, bound=100.0, **change)
+    start = jnp.full(np.shape(signal), 1.0)
+    found = penalty.update_multiplier(start, COSTS, EDGES, config)
+    np.testing.assert_allclose(found, 1 + 0.1 * signal, rtol=1e-6)
+
+
+def test_the_multiplier_is_projected_capped_and_moves_by_bounded_steps():
+    move = lambda start, **change: np.asarray(  # noqa: E731
+        penalty.update_multiplier(jnp.asarray(start), COSTS, EDGES, PenaltyConfig(dual="naive", **change))
+    ).tolist()
+    assert move([0.0, 0.0, 0.1], step=1.0, bound=100.0) == [1.5, 0.0, 0.0]
+    assert move([0.0, 0.0, 5.0], step=1.0, bound=0.5) == [0.5, 0.0, 4.5]
+    assert move([0.0, 0.0, 5.0], step=1.0, bound=100.0, cap=1.0) == [1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("change", [{"signal": "max_of_means"}, {"signal": "mean_of_max"}, {"dual": "naive"}])
+def test_no_finished_episode_no_signal(change):
+    start = jnp.full(3, 1.0) if "dual" in change else jnp.float32(1.0)
+    found = penalty.update_multiplier(start, NOBODY, EDGES, PenaltyConfig(**change))
+    np.testing.assert_array_equal(found, start)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"form": "papr"}, "penalty.form must be one of excess, paper, got 'papr'"),
+        ({"dual": "none"}, "penalty.dual must be one of exact, naive, got 'none'"),
+        ({"signal": "max"}, "penalty.signal must be one of hinge, max_of_means, mean_of_max, got 'max'"),
+        ({"step": -0.1}, "penalty.step must be a finite number ≥ 0.0, got -0.1"),
+        ({"tolerance": float("nan")}, "penalty.tolerance must be a finite number ≥ 0.0, got nan"),
+        ({"bound": 0.0}, "penalty.bound must be a finite number > 0.0, got 0.0"),
+        ({"initial": 60.0}, "penalty.cap must be ≥ penalty.initial, got 50.0 < 60.0"),
+    ],
+)
+def test_impossible_settings(change, words):
+    with pytest.raises(UserError) as error:
+        PenaltyConfig(**change)
+    assert str(error.value) == words
+
+
+# -- step by step, on random trials in packed rows
+
+
+@pytest.fixture(scope="module")
+def played():
+    """Random trials, what the penalty makes of them, and their episodes found by a plain loop."""
+    trials = random_rows()
+    derived = jax.jit(
+        lambda t: (
+            penalty.excess_cost(t),
+            penalty.over_budget(t),
+            penalty.collect_costs(t, QUEUE, 2),
+            episode_sums(t, 2),
+            t.budget,
+        )
+    )(trials)
+    trials, derived = jax.tree.map(np.asarray, (trials, derived))
+    return trials, derived, list(episodes_of(trials))
+
+
+def episodes_of(trials):
+    """(row, trial, episode, steps, finished) of everything played, by walking along each row."""
+    for row, valid in enumerate(trials.valid):
+        steps: list[int] = []
+        for t in np.flatnonzero(valid):
+            steps.append(int(t))
+            ended = bool(trials.terminated[row, t] or trials.truncated[row, t])
+            if ended or t == np.flatnonzero(valid)[-1]:
+                yield row, int(trials.trial[row, t]), int(trials.token.episode[row, t]), steps, ended
+                steps = []
+
+
+def test_random_play_has_all_kinds_of_episodes(played):
+    trials, _, episodes = played
+    finished = [e for e in episodes if e[-1]]
+    costs = np.array([trials.cost[row, steps].sum() for row, _, _, steps, _ in finished])
+    budgets = np.array([trials.token.ctg[row, steps[0]] for row, _, _, steps, _ in finished])
+    assert (costs > budgets).any()
+    assert (costs == budgets).any()
+    assert (costs < budgets).any()
+    assert len(finished) < len(episodes)  # some rows were cut
+
+
+def test_excess_cost_sums_to_the_hinge_of_every_episode(played):
+    trials, (excess, *_), episodes = played
+    for row, _, _, steps, _ in episodes:
+        budget = trials.token.ctg[row, steps[0]]
+        assert excess[row, steps].sum() == max(trials.cost[row, steps].sum() - budget, 0)
+        assert (excess[row, steps] >= 0).all()
+        assert (excess[row, steps] <= trials.cost[row, steps]).all()
+
+
+def test_over_budget_marks_whole_episodes(played):
+    trials, (_, over, *_, budget), episodes = played
+    for row, _, _, steps, _ in episodes:
+        delta = trials.token.ctg[row, steps[0]]
+        assert (budget[row, steps] == delta).all()
+        assert (over[row, steps] == (trials.cost[row, steps].sum() > delta)).all()
+
+
+def test_collected_costs_are_those_of_the_finished_episodes(played):
+    trials, (_, _, collected, sums, _), episodes = played
+    assert collected.cost.shape == (ROWS * QUEUE, 2)
+    finished = {(row * QUEUE + trial, k): (row, steps) for row, trial, k, steps, ended in episodes if ended}
+    for place in itertools.product(range(ROWS * QUEUE), range(2)):
+        assert collected.played[place] == (place in finished)
+        if place in finished:
+            row, steps = finished[place]
+            assert collected.cost[place] == trials.cost[row, steps].sum()
+            assert collected.budget[place] == trials.token.ctg[row, steps[0]]
+    # the first trial of each row is also what `episode_sums` sees
+    first = jax.tree.map(lambda x: x[::QUEUE], collected)
+    np.testing.assert_array_equal(first.played, sums.played)
+    np.testing.assert_array_equal(np.where(first.played, first.cost, 0), np.where(first.played, sums.costs, 0))
+
+
+# -- Theorem 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Plans:
+    """A trial of two episodes and a policy that chooses one of three plans for it at random.
+
+    A policy is the vector of the plans' probabilities, so its expected return and costs are linear in it.
+    With budget 1 the problem  max 3 p₁ + 4 p₂  s.t.  4 p₁ + 2 p₂ ≤ 1,  4 p₂ ≤ 1  has its optimum where both
+    constraints bind: p₂ = ¼, p₁ = ⅛, return 1.375. Its multipliers make both plans worth nothing on balance:
+    3 = 4 λ₁ and 4 = 2 λ₁ + 4 λ₂, that is λ* = (¾, ⅝).
+    """
+
+    returns: tuple[float, ...] = (0.0, 3.0, 4.0)  # [plan]
+    costs: tuple[tuple[float, float], ...] = ((0.0, 0.0), (4.0, 0.0), (2.0, 4.0))  # [plan, episode]
+    budget: float = 1.0
+    optimum: tuple[float, ...] = (0.625, 0.125, 0.25)
+    value: float = 1.375
+    multipliers: tuple[float, float] = (0.75, 0.625)
+
+    def play(self, policy: jax.Array) -> tuple[jax.Array, EpisodeCosts]:
+        """Returns and costs whose means are the policy's expectations: one trial with just these."""
+        gain = jnp.array(
+            [[policy @ jnp.array(self.returns), 0.0]]
+        )  # all of it in the first episode: only sums count
+        cost = (policy @ jnp.array(self.costs))[None]
+        return gain, EpisodeCosts(cost=cost, budget=jnp.full((1, 2), self.budget), played=jnp.ones((1, 2), bool))
+
+    def surrogate(self, policy: jax.Array, multiplier: jax.Array) -> jax.Array:
+        return penalty.surrogate(*self.play(policy), multiplier)
+
+    def best(self, multiplier: jax.Array) -> jax.Array:
+        """argmax_π L_Σ(π, λ). L_Σ is piecewise linear and all its corners lie on the grid, so this is exact."""
+        values = jax.vmap(self.surrogate, (0, None))(GRID, multiplier)
+        return GRID[jnp.argmax(values)]
+
+    def lagrangian_best(self, multipliers: jax.Array) -> jax.Array:
+        """argmax_π L(π, λ) of the ordinary dual; linear, so one of the plans is best."""
+        worth = jnp.array(self.returns) - jnp.array(self.costs) @ multipliers
+        return jax.nn.one_hot(jnp.argmax(worth), 3)
+
+    def iterate(self, start: jax.Array, config: PenaltyConfig, steps: int) -> tuple[np.ndarray, np.ndarray]:
+        """Eq. 6 from λ₀; all policies and multipliers on the way."""
+        choose = self.best if config.dual == "exact" else self.lagrangian_best
+
+        def step(multiplier: jax.Array, _: None) -> tuple:
+            policy = choose(multiplier)
+            edges = jnp.array([self.budget, self.budget])
+            multiplier = penalty.update_multiplier(multiplier, self.play(policy)[1], edges, config)
+            return multiplier, (policy, multiplier)
+
+        _, path = jax.jit(lambda s: jax.lax.scan(step, s, length=steps))(jnp.asarray(start))
+        return jax.tree.map(np.asarray, path)
+
+
+GRID = jnp.array([(8 - i - j, i, j) for i in range(9) for j in range(9 - i)]) / 8  # policies in eighths, [45, 3]
+TIGHT = Plans()
+# A budget that no plan breaks: the best plan is optimal and no multiplier is needed.
+LOOSE = Plans(budget=5.0, optimum=(0.0, 0.0, 1.0), value=4.0, multipliers=(0.0, 0.0))
+EQ_6 = PenaltyConfig(signal="max_of_means", step=0.05, bound=100.0, cap=100.0)
+
+
+@pytest.mark.parametrize("problem", [TIGHT, LOOSE], ids=["tight", "loose"])
+def test_the_problem_is_solved(problem):
+    """Duality by hand: the optimum is feasible, and no plan is worth more than it at the multipliers."""
+    policy, costs, gains = (np.array(x) for x in (problem.optimum, problem.costs, problem.returns))
+    assert (policy @ costs <= problem.budget).all()
+    assert policy @ gains == problem.value
+    slack = problem.budget - policy @ costs
+    assert (slack * problem.multipliers == 0).all()
+    bound = (gains - (costs - problem.budget) @ np.array(problem.multipliers)).max()
+    assert bound == problem.value
+
+
+@pytest.mark.parametrize("problem", [TIGHT, LOOSE], ids=["tight", "loose"])
+@pytest.mark.parametrize("start", [0.0, 0.1, 0.7, 0.8, 5.0])
+def test_theorem_1_from_anywhere_the_iteration_settles_at_the_optimum(problem, start):
+    policies, multipliers = problem.iterate(np.float32(start), EQ_6, 200)
+    np.testing.assert_allclose(policies[-50:], np.tile(problem.optimum, (50, 1)))
+    np.testing.assert_allclose(multipliers[-50:], multipliers[-1])
+    if problem is TIGHT:  # the multiplier stops as soon as it is large enough, and never comes down from above
+        assert multipliers[-1] >= max(problem.multipliers)
+        assert multipliers[-1] == pytest.approx(max(start, multipliers[-1]))
+        assert (np.diff(multipliers) >= 0).all()
+    else:  # there is slack, which takes it back to nothing
+        assert multipliers[-1] == 0
+
+
+@pytest.mark.parametrize("multiplier", [0.7501, 1.0, 3.0, 50.0])
+def test_theorem_1_any_multiplier_above_the_largest_is_a_fixed_point(multiplier):
+    [policy], [after] = TIGHT.iterate(np.float32(multiplier), EQ_6, 1)
+    np.testing.assert_array_equal(policy, TIGHT.optimum)
+    assert after == np.float32(multiplier)
+
+
+def test_theorem_1_at_the_largest_multiplier_itself_the_optimum_is_a_maximiser():
+    """‖λ*‖∞ exactly: others tie with it, none beats it."""
+    best = jnp.float32(max(TIGHT.multipliers))
+    values = np.asarray(jax.vmap(TIGHT.surrogate, (0, None))(GRID, best))
+    assert values.max() == pytest.approx(TIGHT.value)
+    assert TIGHT.surrogate(jnp.array(TIGHT.optimum), best) == pytest.approx(TIGHT.value)
+
+
+@pytest.mark.parametrize("multiplier", [0.0, 0.3, 0.65, 0.7499])
+def test_theorem_1_a_smaller_multiplier_is_no_fixed_point(multiplier):
+    """Not even between the two episodes' multipliers: breaking the first constraint still pays."""
+    [policy], [after] = TIGHT.iterate(np.float32(multiplier), EQ_6, 1)
+    worst = np.max(policy @ np.array(TIGHT.costs) - TIGHT.budget)
+    assert worst > 0
+    assert policy @ np.array(TIGHT.returns) > TIGHT.value
+    assert after == pytest.approx(multiplier + EQ_6.step * worst)
+
+
+def test_one_multiplier_per_episode_reaches_the_optimum_on_average_only():
+    """The naive dual: λ closes in on λ*, but each of its policies is a single plan; their average is optimal."""
+    config = dataclasses.replace(EQ_6, dual="naive", step=0.002)
+    policies, multipliers = TIGHT.iterate(np.zeros(2, np.float32), config, 20_000)
+    late = slice(10_000, None)
+    np.testing.assert_allclose(multipliers[late].mean(0), TIGHT.multipliers, atol=0.01)
+    np.testing.assert_allclose(policies[late].mean(0), TIGHT.optimum, atol=0.01)
+    assert set(np.unique(policies)) == {0, 1}

@@ -1,0 +1,247 @@
+"""The transformer: acting through the cache equals learning on whole rows; trials and times stay apart."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from networks import ROOM, ROWS, STEPS, forward, random_rows, random_weights, step_by_step
+
+from safeicrl.envs.api import replace
+from safeicrl.envs.dark_room import SafeDarkRoom
+from safeicrl.errors import UserError
+from safeicrl.nets import attention, transformer
+from safeicrl.nets.heads import PolicyNet
+from safeicrl.nets.transformer import NetConfig, Transformer, feature_size
+
+TINY = NetConfig(width=16, layers=2, heads=2, context=STEPS, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return random_rows()
+
+
+def network(**changes) -> Transformer:
+    # attention sharp enough that every token it sees matters
+    return random_weights(Transformer, dataclasses.replace(TINY, **changes), ROOM.spec, scale=1.5)
+
+
+def test_the_rows_are_staggered(rows):
+    """What the tests below rest on: restarts at different times, several trials a row, all of its length used."""
+    restarts = np.asarray(rows.token.first & rows.valid)
+    assert len({tuple(row) for row in restarts}) > 10
+    assert restarts.sum(1).min() >= 2
+    assert np.asarray(rows.valid)[:, -1].any()
+
+
+def test_step_equals_forward_at_staggered_timesteps(rows):
+    net = network()
+    whole, stepped = forward(net, rows.token, rows.trial), step_by_step(net, rows.token)
+    assert np.asarray(whole).std() > 0.1
+    np.testing.assert_allclose(stepped[rows.valid], whole[rows.valid], rtol=1e-4, atol=1e-4)
+
+
+def test_step_equals_forward_in_bfloat16(rows):
+    net = network(dtype="bfloat16")
+    whole, stepped = forward(net, rows.token, rows.trial), step_by_step(net, rows.token)
+    assert whole.dtype == stepped.dtype == jnp.bfloat16
+    exact = forward(network(), rows.token, rows.trial)[rows.valid]
+    apart = np.abs(np.asarray(stepped - whole, np.float32)[rows.valid])
+    assert apart.mean() < 0.02
+    assert np.abs(np.asarray(whole, np.float32)[rows.valid] - exact).mean() < 0.05
+
+
+def test_a_cache_that_grows_in_segments_changes_nothing(rows):
+    net = network()
+    grown, whole = step_by_step(net, rows.token, (7, 20)), step_by_step(net, rows.token)
+    np.testing.assert_allclose(grown, whole, rtol=1e-5, atol=1e-5)
+
+
+def windowed(context: int):
+    """Attention written out: every query sees its own trial's last `context` tokens, in every layer."""
+
+    def attend(q, k, v, trial):
+        time = np.arange(q.shape[1])
+        age = time[:, None] - time[None, :]
+        seen = (trial[:, :, None] == trial[:, None, :]) & ((age >= 0) & (age < context))[None]
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
+        weights = jnp.exp(scores - scores.max(-1, keepdims=True)) * seen[:, None]
+        return jnp.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), v)
+
+    return attend
+
+
+@pytest.mark.parametrize("cuts", [(), (4,)], ids=["at once", "grown just before the ring closes"])
+def test_a_short_context_is_a_sliding_window_in_every_layer(rows, monkeypatch, cuts):
+    """A ring of 5 slots, trials of up to 14 tokens: old tokens are overwritten, restarts happen in mid-ring."""
+    net = network(context=5)
+    stepped = step_by_step(net, rows.token, cuts)
+    monkeypatch.setattr(transformer, "attend", windowed(5))
+    reference = eqx.filter_jit(net.forward)(rows.token, rows.trial)
+    np.testing.assert_allclose(stepped[rows.valid], reference[rows.valid], rtol=1e-4, atol=1e-4)
+
+
+def test_one_layer_forgets_all_but_the_window(rows):
+    """With one layer a step equals a forward pass over the last five tokens alone.
+
+    Only with one: deeper layers read keys that were made when tokens outside the window could still be seen.
+    """
+    shallow, deep = network(context=5, layers=1), network(context=5)
+    long = np.asarray(rows.trial == 0).sum(1) >= 10  # rows still in their first trial after ten tokens
+    assert long.any()
+    token, trial = jax.tree.map(lambda x: x[long, :10], (rows.token, rows.trial))
+    window = jax.tree.map(lambda x: x[:, -5:], (token, trial))
+    shallow_step, deep_step = (step_by_step(net, token)[:, -1] for net in (shallow, deep))
+    np.testing.assert_allclose(shallow_step, forward(shallow, *window)[:, -1], rtol=1e-4, atol=1e-4)
+    assert np.abs(deep_step - forward(deep, *window)[:, -1]).max() > 1e-2
+
+
+def scrambled(rows, where):
+    """The same rows with other numbers in the tokens at `where`; trial boundaries stay."""
+    mix = lambda x: jnp.where(where, x[::-1] + 1, x)  # noqa: E731
+    token = replace(rows.token, reward=mix(rows.token.reward), cost=mix(rows.token.cost), ctg=mix(rows.token.ctg))
+    return replace(rows, token=token)
+
+
+@pytest.mark.parametrize("way", ["forward", "step"])
+def test_trials_of_one_row_never_see_each_other(rows, way):
+    net = network()
+    read = (
+        (lambda r: forward(net, r.token, r.trial)) if way == "forward" else (lambda r: step_by_step(net, r.token))
+    )
+    before, after = read(rows), read(scrambled(rows, rows.trial == 0))
+    np.testing.assert_array_equal(before[rows.trial > 0], after[rows.trial > 0])
+    assert (np.abs(before - after).max(-1) > 1e-3)[np.asarray(rows.trial == 0)].all()
+
+
+def test_nothing_looks_ahead(rows):
+    net, now = network(), 17
+    other = scrambled(rows, jnp.arange(STEPS) >= now)
+    before, after = (forward(net, r.token, r.trial) for r in (rows, other))
+    np.testing.assert_array_equal(before[:, :now], after[:, :now])
+    assert (np.abs(before - after).max(-1) > 1e-3)[:, now:].all()
+
+
+def test_everything_in_a_token_is_read(rows):
+    """Each field of the last token moves its features, all else being equal."""
+    net = network()
+    token = jax.tree.map(lambda x: x[:, 5:6], rows.token)
+    trial = rows.trial[:, 5:6]
+    before = forward(net, token, trial)
+    for field in dataclasses.fields(token):
+        value = getattr(token, field.name)
+        other = ~value if value.dtype == bool else (value + 1) % 4 if value.ndim == 3 else value + 1
+        moved = np.abs(forward(net, replace(token, **{field.name: other}), trial) - before).max(-1)
+        assert (moved > 1e-3).all(), field.name
+
+
+def test_one_compilation_per_shape(rows):
+    net, traces = network(), []
+
+    @eqx.filter_jit
+    def step(cache, token):
+        traces.append(cache.keys[0].shape)
+        return net.step(cache, token, token.first)
+
+    cache = net.extend_cache(net.init_cache(ROWS, 0), 4)
+    for time in range(8):
+        if time == 4:
+            cache = net.extend_cache(cache, 8)
+        cache, _ = step(cache, jax.tree.map(lambda x: x[:, time], rows.token))  # noqa: B023
+    assert [shape[-1] for shape in traces] == [4, 8]
+    assert int(cache.clock) == 8
+
+
+# -- attention itself
+
+
+def random_qkv(steps: int, dtype=jnp.float32):
+    """Queries, keys, values for two rows and three heads; trials of random lengths, eight in the first row."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(2 * rng.normal(size=(2, steps, 3, 8)), dtype) for _ in range(3))
+    cuts = np.sort(rng.choice(np.arange(1, steps), size=7, replace=False))
+    trial = np.stack([np.searchsorted(cuts, np.arange(steps), side="right"), np.arange(steps) >= steps // 3])
+    return q, k, v, jnp.asarray(trial, jnp.int32)
+
+
+def attention_by_hand(q, k, v, trial):
+    q, k, v, trial = (np.asarray(x, np.float64) for x in (q, k, v, trial))
+    out = np.zeros_like(v)
+    for row, t, head in np.ndindex(*q.shape[:3]):
+        past = [s for s in range(t + 1) if trial[row, s] == trial[row, t]]
+        scores = k[row, past, head] @ q[row, t, head] / np.sqrt(q.shape[-1])
+        weights = np.exp(scores - scores.max())
+        out[row, t, head] = weights @ v[row, past, head] / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize("steps", [9, 64, 150])  # less than a block, exactly one, two and a bit
+def test_block_causal_attention_by_hand(steps):
+    q, k, v, trial = random_qkv(steps)
+    np.testing.assert_allclose(
+        jax.jit(attention.attend)(q, k, v, trial), attention_by_hand(q, k, v, trial), atol=1e-5
+    )
+
+
+def test_long_rows_have_at_most_a_dozen_blocks(monkeypatch):
+    """The number of blocks is bounded by growing them; the result stays."""
+    monkeypatch.setattr(attention, "CHUNK", 4)
+    q, k, v, trial = random_qkv(100)
+    program = jax.jit(attention._attend_blocks).lower(q, k, v, trial)
+    assert program.as_text().count("stablehlo.dot_general") == 2 * 12
+    found = program.compile()(q, k, v, trial)
+    np.testing.assert_allclose(found, attention_by_hand(q, k, v, trial), atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.05)])
+def test_the_fused_kernels_trial_code_is_as_good_as_a_mask(monkeypatch, dtype, tolerance):
+    """cuDNN runs on GPUs only; the same call computed by XLA shows that the one-hot code keeps trials apart."""
+    real = jax.nn.dot_product_attention
+
+    def on_any_machine(*args, implementation, **kwargs):
+        assert implementation == "cudnn"
+        return real(*args, implementation="xla", **kwargs)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", on_any_machine)
+    q, k, v, trial = random_qkv(80, jnp.dtype(dtype))
+    fused = jax.jit(attention._attend_fused)(q, k, v, trial)
+    assert fused.shape == v.shape
+    np.testing.assert_allclose(
+        np.asarray(fused, np.float32), attention_by_hand(q, k, v, trial), rtol=tolerance, atol=tolerance
+    )
+
+
+# -- sizes
+
+
+def test_parameters_at_the_papers_sizes():
+    spec = SafeDarkRoom().spec
+    features = 2 * (9 + 9) + 5 + 6 + 6 + 5  # two cells, action, CTG ramps, time waves, five numbers
+    assert feature_size(spec) == features
+    linear = lambda n_in, n_out: n_in * n_out + n_out  # noqa: E731
+    encoder = linear(features, 128) + linear(128, 64) + 2 * 64
+    block = 2 * 64 + 3 * 64 * 64 + linear(64, 64) + 2 * 64 + linear(64, 256) + linear(256, 64)
+    actor = linear(64, 64) + linear(64, 5)
+    shapes = eqx.filter_eval_shape(PolicyNet, NetConfig(), spec, jax.random.key(0))
+    count = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(shapes) if hasattr(x, "shape"))
+    assert count == encoder + 4 * block + 2 * 64 + actor == 219_717
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"width": 0}, "width must be an integer ≥ 1, got 0"),
+        ({"layers": 1.5}, "layers must be an integer ≥ 1, got 1.5"),
+        ({"heads": True}, "heads must be an integer ≥ 1, got True"),
+        ({"context": -3}, "context must be an integer ≥ 1, got -3"),
+        ({"width": 64, "heads": 6}, "width must be a multiple of heads, got width 64 and heads 6"),
+        ({"dtype": "float16"}, "dtype must be auto, float32 or bfloat16, got 'float16'"),
+    ],
+)
+def test_impossible_networks(change, words):
+    with pytest.raises(UserError) as error:
+        NetConfig(**change)
+    assert str(error.value) == words
