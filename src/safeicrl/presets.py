@@ -1,5 +1,6 @@
 """Experiments by name: an environment, an algorithm's settings, and how long to train."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,36 @@ def _darkroom() -> Experiment:
     return Experiment(env=SafeDarkRoom(), algo=algo, train=train)
 
 
+def _darkroom_tune() -> Experiment:
+    """A second, short stage for a run of `darkroom` (--start RUN): small budgets at a small λ.
+
+    The first stage's λ rises faster than the agent learns to explore with a budget of 1, where it ends up standing
+    still; half of the trials here have that budget, and λ begins low again.
+    """
+    first = _darkroom()
+    algo = dataclasses.replace(
+        first.algo,
+        iterations=130,
+        budget_power=4.0,
+        penalty=dataclasses.replace(first.algo.penalty, initial=0.5, step=0.03),
+        ppo=dataclasses.replace(first.algo.ppo, learning_rate=(5e-4, 5e-5)),
+    )
+    return dataclasses.replace(first, algo=algo)
+
+
+def _darkroom_paper() -> Experiment:
+    """Algorithm 1 to the letter: off-policy, the published penalty, λ by the mean of maxima, the paper's sizes."""
+    from safeicrl.algos.scared import ScaredConfig
+    from safeicrl.optimisers.ddpg import paper_config
+    from safeicrl.penalty import PenaltyConfig
+
+    penalty = PenaltyConfig(form="paper", signal="mean_of_max")
+    algo = ScaredConfig(
+        iterations=1000, rows=128, budget_power=1.0, penalty=penalty, optimiser="ddpg", ddpg=paper_config()
+    )
+    return dataclasses.replace(_darkroom(), algo=algo)
+
+
 def _darkroom_small() -> Experiment:
     """A 5×5 room in which in-context learning emerges on a laptop."""
     from safeicrl.algos.scared import ScaredConfig
@@ -88,5 +119,7 @@ def _darkroom_small() -> Experiment:
 
 PRESETS: dict[str, Callable[[], Experiment]] = {
     "darkroom": _darkroom,
+    "darkroom-tune": _darkroom_tune,
+    "darkroom-paper": _darkroom_paper,
     "darkroom-small": _darkroom_small,
 }

@@ -56,13 +56,23 @@ def attend_step(q: jax.Array, keys: jax.Array, values: jax.Array, age: jax.Array
     """One query a row against its cache, a ring whose newest entry is slot `clock mod slots`. → [row, head, dim]
 
     q: [row, head, dim]; keys: [row, head, dim, slot]; values: [row, head, slot, dim]; age: [row] int, how many of
-    the newest slots the row may see; clock: [] int. Written as multiply-and-sum, with the summed axis never
-    innermost: XLA fuses that into reads of the cache at close to memory speed (docs/speed.md), on CPU and GPU.
+    the newest slots the row may see; clock: [] int.
     """
     slots = keys.shape[-1]
     seen = (clock - jnp.arange(slots)) % slots < age[:, None]
-    scores = (q[..., None] * keys).astype(jnp.float32).sum(-2) * q.shape[-1] ** -0.5
+    scores = _weigh("bhd,bhdk->bhk", q, keys) * q.shape[-1] ** -0.5
     scores = jnp.where(seen[:, None], scores, -jnp.inf)
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     weights = (weights / weights.sum(-1, keepdims=True)).astype(values.dtype)
-    return (weights[..., None] * values).astype(jnp.float32).sum(-2).astype(q.dtype)
+    return _weigh("bhk,bhkd->bhd", weights, values).astype(q.dtype)
+
+
+def _weigh(product: str, vector: jax.Array, matrix: jax.Array) -> jax.Array:
+    """A vector-matrix product a head, in float32, by whichever form reads the cache faster (docs/speed.md).
+
+    On a GPU multiply-and-sum over an axis that is not innermost: XLA fuses it into one pass at memory speed. On a
+    CPU a matrix product.
+    """
+    if jax.default_backend() == "gpu":
+        return (vector[..., None] * matrix).astype(jnp.float32).sum(-2)
+    return jnp.einsum(product, vector, matrix, preferred_element_type=jnp.float32)
