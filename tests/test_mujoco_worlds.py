@@ -36,7 +36,7 @@ def drive(env, task, qpos, action, steps=1):
 @pytest.mark.parametrize("name", WORLDS)
 def test_every_world_keeps_the_interface(name):
     env = make_env(name)
-    tasks = jax.vmap(lambda key: env.sample_task(key, "test"))(jax.random.split(KEY, 3))
+    tasks = jax.jit(jax.vmap(lambda key: env.sample_task(key, "test")))(jax.random.split(KEY, 3))
     reset, step = jax.jit(jax.vmap(env.reset)), jax.jit(jax.vmap(env.step, (None, 0, 0, 0)))
     state, seen = reset(jax.random.split(KEY, 3), tasks)
     after, out = step(KEY, state, jnp.full((3, env.spec.action.size), 0.5), tasks)
@@ -56,7 +56,7 @@ def test_point_and_car_see_position_and_rotation():
         _, seen = env.reset_to(*env._rest(jnp.float32(0.5)))
         turn = np.array([[np.cos(0.5), -np.sin(0.5), 0], [np.sin(0.5), np.cos(0.5), 0], [0, 0, 1]])
         np.testing.assert_allclose(seen, np.concatenate([[0, 0, 0.1], turn.ravel()]), atol=1e-6)
-    starts = jax.vmap(lambda key: point.reset(key, None)[1])(jax.random.split(KEY, 200))
+    starts = jax.jit(jax.vmap(lambda key: point.reset(key, None)[1]))(jax.random.split(KEY, 200))
     assert np.ptp(np.arctan2(starts[:, 6], starts[:, 3])) > 5.9  # faces anywhere
     np.testing.assert_array_equal(starts[:, :2], 0.0)
 
@@ -106,7 +106,7 @@ def test_actions_are_clipped():
 def test_divergence_ends_the_episode_of_that_world_only():
     env = make_env("safe-velocity-half-cheetah", engine="c")
     task = env.make_task(1.0)
-    state, seen = jax.vmap(lambda key: env.reset(key, task))(jax.random.split(KEY, 2))
+    state, seen = jax.jit(jax.vmap(lambda key: env.reset(key, task)))(jax.random.split(KEY, 2))
     action = jnp.zeros((2, 6)).at[0, 0].set(jnp.nan)
     with pytest.warns(RuntimeWarning, match="1 of 2 MuJoCo worlds diverged"):
         after, out = jax.block_until_ready(
@@ -138,16 +138,6 @@ def test_layouts_keep_their_distances_and_follow_the_split(split):
     assert abs(np.linalg.norm(tasks.goal, axis=-1).mean() - expected) < 0.02
 
 
-def test_layouts_differ_between_splits():
-    env = make_env("safe-dark-car")
-    keys = jax.random.split(KEY, 500)
-    radius = {}
-    for split in ("train", "test"):
-        tasks = jax.vmap(lambda key, split=split: env.sample_task(key, split))(keys)
-        radius[split] = np.linalg.norm(tasks.hazards, axis=-1).mean()
-    assert radius["test"] > radius["train"] + 0.15
-
-
 def test_multipliers_are_split_and_drawn_evenly():
     env = make_env("safe-velocity-ant")
     assert set(velocity.TRAIN_MULTIPLIERS) | set(velocity.TEST_MULTIPLIERS) == set(velocity.MULTIPLIERS)
@@ -155,7 +145,7 @@ def test_multipliers_are_split_and_drawn_evenly():
     assert np.allclose(velocity.MULTIPLIERS, np.arange(50, 101, 5) / 100)
     for split, known in (("train", velocity.TRAIN_MULTIPLIERS), ("test", velocity.TEST_MULTIPLIERS)):
         keys = jax.random.split(KEY, 3000)
-        drawn = jax.vmap(lambda key, split=split: env.sample_task(key, split))(keys).multiplier
+        drawn = jax.jit(jax.vmap(lambda key, split=split: env.sample_task(key, split)))(keys).multiplier
         values, counts = np.unique(np.asarray(drawn), return_counts=True)
         np.testing.assert_allclose(values, known, atol=1e-6)
         assert counts.min() > 0.8 * 3000 / len(known)
@@ -165,7 +155,7 @@ def test_multipliers_are_split_and_drawn_evenly():
 
 def test_velocity_resets_near_the_rest_pose():
     env = make_env("safe-velocity-ant")
-    states, _ = jax.vmap(lambda key: env.reset(key, None))(jax.random.split(KEY, 500))
+    states, _ = jax.jit(jax.vmap(lambda key: env.reset(key, None)))(jax.random.split(KEY, 500))
     qpos, qvel = states.physics.qpos, states.physics.qvel
     np.testing.assert_allclose(np.linalg.norm(qpos[:, 3:7], axis=1), 1.0, atol=1e-6)
     assert abs(qpos[:, 2] - 0.75).max() <= 0.1 + 1e-6
