@@ -1,22 +1,17 @@
-"""A custom environment: hot levers. Each lever pays a hidden amount; the best one is hot and costs 1 a pull.
-
-With a budget of δ the best episode pulls the hot lever δ times and the best cold one otherwise, once it knows them.
-"""
+"""A custom environment: levers that pay hidden amounts. The best one is hot and costs 1 a pull."""
 
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from safeicrl.envs.api import Discrete, EnvSpec, Grid, Step, record
+from safeicrl.algos.scared import Scared, ScaredConfig
+from safeicrl.envs.api import Discrete, EnvSpec, Grid, Step
 from safeicrl.envs.registry import make_env, register
-from safeicrl.reference import RandomAgent
-from safeicrl.trial import episode_sums, run_trials, sample_queue
-
-
-@record
-class State:
-    time: jax.Array  # [] int32
+from safeicrl.nets.transformer import NetConfig
+from safeicrl.optimisers.ppo import PPOConfig
+from safeicrl.penalty import PenaltyConfig
+from safeicrl.train import TrainConfig, train
 
 
 @dataclass(frozen=True)
@@ -33,18 +28,17 @@ class HotLevers:
             task_features=self.levers,
         )  # fmt: skip
 
-    def sample_task(self, key, split):  # the task: what each lever pays, in test a tenth of it
-        return jax.random.uniform(key, (self.levers,)) * (1.0 if split == "train" else 0.1)
+    def sample_task(self, key, split):  # the task: what each lever pays; test levers pay alike
+        return jax.random.uniform(key, (self.levers,), minval=0.0 if split == "train" else 0.5)
 
     def reset(self, key, task):
-        return State(time=jnp.int32(0)), jnp.array([self.levers])  # no lever pulled yet
+        return jnp.int32(0), jnp.array([self.levers])  # no lever pulled yet
 
     def step(self, key, state, action, task):
-        state = State(time=state.time + 1)
+        time = state + 1  # the state: steps taken
         hot = action == jnp.argmax(task)
-        ended = state.time >= self.max_steps
-        return state, Step(observation=action[None], reward=task[action], cost=hot.astype(jnp.float32),
-                           terminated=jnp.array(False), truncated=ended)  # fmt: skip
+        return time, Step(observation=action[None], reward=task[action], cost=hot.astype(jnp.float32),
+                           terminated=jnp.array(False), truncated=time >= self.max_steps)  # fmt: skip
 
     def task_features(self, task):
         return task
@@ -52,9 +46,13 @@ class HotLevers:
 
 register("hot-levers", HotLevers)
 
+
+def learner(iterations: int) -> Scared:
+    net = NetConfig(width=32, layers=2, heads=2, context=80)
+    ppo = PPOConfig(learning_rate=(3e-3, 3e-4), minibatch=16, discount=0.95)
+    own = {"rows": 64, "segments": 1, "net": net, "ppo": ppo, "penalty": PenaltyConfig(step=0.2)}
+    return Scared(make_env("hot-levers"), ScaredConfig(iterations=iterations, **own))
+
+
 if __name__ == "__main__":
-    env = make_env("hot-levers", levers=4)
-    tasks, budgets = sample_queue(env, "train", env.spec.train_budget, (256, 1), jax.random.key(0))
-    agent = RandomAgent(env.spec.action)
-    sums = episode_sums(run_trials(env, agent, tasks, budgets, jax.random.key(1), episodes=8, steps=80), 8)
-    print(f"random levers: return {sums.returns.mean():.2f}, over budget {(sums.costs > budgets).mean():.0%}")
+    train(learner(150), TrainConfig(), out="runs/hot-levers")
