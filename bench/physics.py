@@ -10,9 +10,8 @@ of HalfCheetah and Ant.
 import argparse
 import concurrent.futures
 import functools
+import importlib.metadata
 import os
-import platform
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common import fastest, provenance
 from rich.console import Console
 from rich.table import Table
 
@@ -29,7 +29,6 @@ from safeicrl.envs import models, physics
 from safeicrl.envs.registry import make_env
 from safeicrl.errors import UserError
 from safeicrl.files import write_json
-from safeicrl.version import VERSION
 
 ENVS = {
     "point": "safe-dark-point",
@@ -40,16 +39,6 @@ ENVS = {
 # Safety-Gymnasium 1.0.0 on one core, slowest and fastest run seen, in its env steps of 10 physics steps.
 ORIGINAL = {"point": (390, 1340), "car": (275, 960)}
 ROUGH_RATE = {"point": 2e5, "car": 4e4, "half_cheetah": 8e4, "ant": 1.4e4}  # one core, to size the runs
-
-
-def fastest(run: Callable[[], Any], repeats: int) -> float:
-    """Seconds of the fastest run: other programs only ever slow one down."""
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
 
 
 @functools.cache
@@ -215,23 +204,6 @@ def print_comparison(rows: list[dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
-def provenance() -> dict[str, Any]:
-    import mujoco
-
-    return {
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "device": jax.devices()[0].device_kind,
-        "load_average": os.getloadavg()[0],
-        "versions": {
-            "safeicrl": VERSION,
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "mujoco": mujoco.__version__,
-        },
-    }
-
-
 def usable(robots: list[str], console: Console) -> list[str]:
     found = []
     for robot in robots:
@@ -257,7 +229,7 @@ def main() -> None:
     args = parser.parse_args()
     console = Console()
     args.robots = usable(args.robots, console)
-    about = provenance()
+    about = provenance(mujoco=importlib.metadata.version("mujoco"))
     if args.gpu:
         args.worlds = args.worlds or [4096, 512, 8192, 64, 2048]  # the most telling first
         rows = engines_by_batch(args, console)

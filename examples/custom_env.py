@@ -50,7 +50,7 @@ register("hot-levers", HotLevers)
 def learner(iterations: int) -> Scared:
     net = NetConfig(width=32, layers=2, heads=2, context=80)
     ppo = PPOConfig(learning_rate=(3e-3, 3e-4), minibatch=16, discount=0.95)
-    own = {"rows": 64, "segments": 1, "net": net, "ppo": ppo, "penalty": PenaltyConfig(step=0.2)}
+    own = {"rows": 64, "segments": 1, "net": net, "ppo": ppo, "penalty": PenaltyConfig(step=0.05)}
     return Scared(make_env("hot-levers"), ScaredConfig(iterations=iterations, **own))
 
 
