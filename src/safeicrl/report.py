@@ -19,7 +19,7 @@ def summary_table(results: Sequence[Results], title: str | None = None) -> Table
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
     table.add_column("", no_wrap=True)
     for result in results:
-        table.add_column(result.label, justify="right")
+        table.add_column(result.label, justify="right", overflow="fold")
     row = lambda name, form: table.add_row(name, *(form(summary) for summary in summaries))  # noqa: E731
     row(f"total return of {first.episodes}", lambda s: f"{s.total_return:.2f} ± {s.total_return_error:.2f}")
     row("return, last ten", lambda s: f"{s.last_return:.3f}")
