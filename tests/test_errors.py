@@ -5,10 +5,14 @@ import numpy as np
 import pytest
 
 import safeicrl  # noqa: F401  registers the environments
+from safeicrl.algos.scared import ScaredConfig
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.envs.registry import make_env, register
 from safeicrl.errors import UserError, check_budget
-from safeicrl.trial import check_trials
+from safeicrl.optimisers.ddpg import DDPGConfig
+from safeicrl.optimisers.ppo import PPOConfig
+from safeicrl.penalty import PenaltyConfig
+from safeicrl.train import EvalConfig
 
 ID = "safeicrl/SafeDarkRoom-v0"
 
@@ -95,6 +99,20 @@ def test_other_slips_at_the_gymnasium_face():
     refuses("Did you mean 'new_task'?", env.reset, options={"newtask": True})
 
 
-def test_trials_that_cannot_be_run():
-    refuses("budget must be a finite number ≥ 0, got -1.0", check_trials, SafeDarkRoom(), [-1.0], 5)
-    refuses("episodes must be an integer ≥ 1, got 0", check_trials, SafeDarkRoom(), [1.0], 0)
+@pytest.mark.parametrize(
+    ("config", "values", "message"),
+    [
+        (ScaredConfig, {"episodes": 0}, "episodes must be an integer ≥ 1, got 0"),
+        (ScaredConfig, {"steps": -1}, "steps must be an integer ≥ 1, got -1"),
+        (ScaredConfig, {"optimiser": "sgd"}, "optimiser must be ppo or ddpg, got 'sgd'"),
+        (PPOConfig, {"learning_rate": (float("nan"), 1e-4)}, "learning_rate"),
+        (PPOConfig, {"discount": 1.5}, "ppo.discount must be at most 1, got 1.5"),
+        (DDPGConfig, {"exploration": (0.0, 0.1)}, "ddpg.exploration must lie in (0, 1], got 0.0"),
+        (PenaltyConfig, {"cap": float("inf")}, "penalty.cap must be a finite number ≥ 0.0, got inf"),
+        (PenaltyConfig, {"initial": 9.0, "cap": 1.0}, "penalty.cap must be ≥ penalty.initial, got 1.0 < 9.0"),
+        (EvalConfig, {"temperature": -1.0}, "evaluation temperature must be a finite number ≥ 0.0, got -1.0"),
+        (EvalConfig, {"rows": 0}, "evaluation rows must be an integer ≥ 1, got 0"),
+    ],
+)
+def test_settings_that_cannot_be(config, values, message):
+    refuses(message, config, **values)

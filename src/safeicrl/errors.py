@@ -14,7 +14,7 @@ class UserError(ValueError):
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> UserError:
     """The error for a name nobody registered: lists the known ones and suggests the nearest."""
     names = sorted(known)
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.3)
+    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return UserError(f"unknown {kind} {name!r}; known: {', '.join(names)}.{hint}")
 

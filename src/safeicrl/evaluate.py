@@ -45,6 +45,7 @@ def evaluate(
     """
     check_integer("tasks", tasks, 1)
     check_integer("rows", rows, 1)
+    check_integer("seed", seed, 0)
     episodes = check_integer("episodes", env.spec.episodes if episodes is None else episodes, 1)
     low, high = budgets or env.spec.test_budget
     grid = budget_grid(low, high, budget_count)

@@ -70,6 +70,7 @@ class PenaltyConfig:
         for name in ("step", "tolerance", "initial"):
             check_number(f"penalty.{name}", getattr(self, name), 0.0)
         check_number("penalty.bound", self.bound, 0.0, strict=True)
+        check_number("penalty.cap", self.cap, 0.0)
         if not self.cap >= self.initial:
             raise UserError(f"penalty.cap must be ≥ penalty.initial, got {self.cap} < {self.initial}")
 

@@ -30,7 +30,7 @@ PRETRAINED = Path(__file__).parent / "pretrained"
 
 
 def load_policy(name_or_path: str | Path, *, temperature: float | None = None, greedy: bool = False) -> "Policy":
-    """A released policy by name, by the path of its files, or the best one of a training run's folder."""
+    """A released policy by name, by the path of its files, or the best one of the first seed in a run's folder."""
     path = _find(name_or_path)
     card = checkpoint.read_card(path)
     env, agent = load_agent(path, card)

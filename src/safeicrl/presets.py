@@ -60,7 +60,7 @@ def _darkroom() -> Experiment:
     algo = ScaredConfig(
         iterations=420,
         rows=1024,
-        net=NetConfig(heads=4),  # of the paper's 8: half the time in attention, and wider heads tell cells apart
+        net=NetConfig(heads=4),  # of the paper's 8: small heads are what is slow on a GPU (docs/speed.md)
         penalty=PenaltyConfig(step=0.1, bound=0.2, cap=50.0),
         ppo=PPOConfig(epochs=2),
     )
@@ -86,7 +86,7 @@ def _darkroom_tune() -> Experiment:
 
 
 def _darkroom_paper() -> Experiment:
-    """Algorithm 1 to the letter: off-policy, the published penalty, λ by the mean of maxima, the paper's sizes."""
+    """As close to Algorithm 1 as it goes: off-policy, the published penalty, λ by the mean of maxima."""
     from safeicrl.algos.scared import ScaredConfig
     from safeicrl.optimisers.ddpg import paper_config
     from safeicrl.penalty import PenaltyConfig

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from safeicrl.errors import UserError
-from safeicrl.files import atomic_write, plain, read_json, write_json
+from safeicrl.files import atomic_write, read_json, write_json
 
 ARRAYS = ("returns", "costs", "lengths", "budgets")
 
@@ -138,11 +138,6 @@ def load_results(path: str | Path) -> Results:
 def results_equal(a: Results, b: Results) -> bool:
     """The same numbers, whatever the provenance says about time and place."""
     return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ARRAYS)
-
-
-def relabel(results: Results, label: str) -> Results:
-    """The same results under another name."""
-    return dataclasses.replace(results, meta=plain({**results.meta, "label": label}))
 
 
 def _stem(path: str | Path) -> str:

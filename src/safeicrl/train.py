@@ -49,7 +49,14 @@ class EvalConfig:
     def __post_init__(self) -> None:
         check_integer("evaluation every", self.every, 0)
         check_integer("evaluation tasks", self.tasks, 1)
+        check_integer("evaluation rows", self.rows, 1)
+        check_integer("evaluation segments", self.segments, 1)
+        check_integer("evaluation seed", self.seed, 0)
         check_number("evaluation tolerance", self.tolerance, 0.0)
+        if self.episodes is not None:
+            check_integer("evaluation episodes", self.episodes, 1)
+        if self.temperature is not None:
+            check_number("evaluation temperature", self.temperature, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +94,7 @@ class Status:
 
     iteration: int = 0
     env_steps: int = 0  # of each seed
-    seconds: float = 0.0  # wall time, earlier sessions included
+    seconds: float = 0.0  # wall time, that of earlier runs included
     pace: float = 0.0  # seconds of the last chunk
     failures: list[int] = field(default_factory=list)  # [seed] non-finite iterations in a row
     best: list[dict[str, Any] | None] = field(default_factory=list)  # [seed] iteration, summary

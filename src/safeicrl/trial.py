@@ -8,7 +8,7 @@ ends (its K-th episode ended).
 """
 
 import itertools
-from typing import Any, Protocol
+from typing import Protocol
 
 import equinox as eqx
 import jax
@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from safeicrl.envs.api import Env, Key, PyTree, Split, record, replace
-from safeicrl.errors import UserError, check_budget
 from safeicrl.tokens import Token, first_token, next_token, usable_budget
 
 
@@ -66,6 +65,17 @@ class Trials:
     def episode_cost(self) -> jax.Array:
         """Cost of the episode so far, this step included."""
         return _running_sum(self.cost, self.token.start)
+
+    @property
+    def episode_return(self) -> jax.Array:
+        """Return of the episode so far, this step included."""
+        return _running_sum(self.reward, self.token.start)
+
+    @property
+    def learnable(self) -> jax.Array:
+        """Steps to learn from: valid, and not the last of a row cut in mid-trial, whose future is unknown."""
+        last = jnp.arange(self.valid.shape[-1]) == self.valid.shape[-1] - 1
+        return self.valid & (self.trial_done | ~last)
 
 
 def _running_sum(values: jax.Array, start: jax.Array) -> jax.Array:
@@ -132,12 +142,12 @@ def run_trials(
 
     parts: list[Trials] = []
     keys = jax.random.split(scan_key, steps)
-    bounds = np.linspace(0, steps, segments + 1).astype(int)
+    bounds = np.unique(np.linspace(0, steps, segments + 1).astype(int))  # more segments than steps: no empty ones
     for begin, end in itertools.pairwise(bounds):
         memory = agent.extend(memory, int(end))
         (carry, memory), played = jax.lax.scan(step, (carry, memory), keys[begin:end])  # type: ignore[var-annotated]
         parts.append(played)
-    trials = jax.tree.map(lambda *x: jnp.concatenate(x), *parts) if segments > 1 else parts[0]
+    trials = jax.tree.map(lambda *x: jnp.concatenate(x), *parts) if len(parts) > 1 else parts[0]
     return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), trials)
 
 
@@ -206,10 +216,3 @@ def episode_sums(trials: Trials, episodes: int) -> Episodes:
         lengths=total(jnp.ones_like(trials.reward)),
         played=total(trials.done) > 0,
     )
-
-
-def check_trials(env: Env, budgets: Any, episodes: int) -> None:
-    """Refuse a trial that cannot be run, before anything is compiled."""
-    check_budget(budgets)
-    if episodes < 1:
-        raise UserError(f"episodes must be an integer ≥ 1, got {episodes}")

@@ -44,6 +44,9 @@ class ScaredConfig:
     def __post_init__(self) -> None:
         for name in ("iterations", "rows", "queue", "segments"):
             check_integer(name, getattr(self, name), 1)
+        for name in ("episodes", "steps"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), 1)
         check_number("budget_power", self.budget_power, 0.0, strict=True)
         if self.optimiser not in ("ppo", "ddpg"):
             raise UserError(f"optimiser must be ppo or ddpg, got {self.optimiser!r}")
@@ -68,6 +71,10 @@ class Scared:
         self.env, self.config = env, config
         self.episodes = config.episodes or env.spec.episodes
         self.steps = config.steps or self.episodes * env.spec.max_steps
+        longest = min(self.steps, self.episodes * env.spec.max_steps)
+        if config.net.context < longest:
+            # Acting would forget what the learner, which reads whole rows, still sees.
+            raise UserError(f"net.context must hold a whole trial of {longest} tokens, got {config.net.context}")
         self.edges = budget_edges(*env.spec.train_budget)
         self.optimiser = self._optimiser()
 
@@ -89,7 +96,7 @@ class Scared:
         shape = () if self.config.penalty.dual == "exact" else (self.episodes,)
         return ScaredState(
             optimiser=self.optimiser.init(net_key),
-            multiplier=jnp.full(shape, self.config.penalty.initial),
+            multiplier=jnp.full(shape, self.config.penalty.initial, jnp.float32),
             iteration=jnp.int32(0),
             key=key,
         )
@@ -151,7 +158,7 @@ def summary(trials: Trials) -> dict[str, jax.Array]:
     mean = lambda x: jnp.where(ended, x, 0.0).sum() / count  # noqa: E731
     return {
         "env_steps": trials.valid.sum(),
-        "return": jnp.where(trials.valid, trials.reward, 0.0).sum() / count,
+        "return": mean(trials.episode_return),
         "cost": mean(trials.episode_cost),
         "budget": mean(trials.budget),
         "over_budget": mean(trials.episode_cost > trials.budget),

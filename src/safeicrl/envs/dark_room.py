@@ -36,7 +36,7 @@ class RoomState:
 
 @dataclass(frozen=True)
 class SafeDarkRoom:
-    """The environment; every number of the paper is a parameter."""
+    """A dark grid with a hidden goal and obstacles; every number of the paper is a parameter."""
 
     size: int = 9
     obstacles: int = 25

@@ -5,7 +5,7 @@ the transformer; the actor's does too, through the actor's own input, while the 
 features. Discrete actions: the critics give a value for every action and every expectation over the policy is
 exact. Continuous actions: the critics take an action, the policy's is sampled and differentiated through.
 
-Where the paper's text leaves a choice, it is a switch of `DDPGConfig`; `paper_config()` is the literal reading.
+Where the paper leaves a choice, it is a switch of `DDPGConfig`; `paper_config()` is the closest to its letter.
 """
 
 from dataclasses import dataclass
@@ -53,13 +53,23 @@ class DDPGConfig:
     def __post_init__(self) -> None:
         for name in ("updates", "batch", "capacity", "ensemble"):
             check_integer(f"ddpg.{name}", getattr(self, name), 1)
+        for name in ("learning_rate", "max_grad"):
+            check_number(f"ddpg.{name}", getattr(self, name), 0.0, strict=True)
+        for name in ("trust", "entropy", "critic_weight"):
+            check_number(f"ddpg.{name}", getattr(self, name), 0.0)
+        for value in self.exploration:
+            if not 0 < check_number("ddpg.exploration", value, 0.0) <= 1:
+                raise UserError(f"ddpg.exploration must lie in (0, 1], got {value}")
         for name in ("discount", "cost_discount", "trace", "target_rate"):
             if check_number(f"ddpg.{name}", getattr(self, name), 0.0) > 1:
                 raise UserError(f"ddpg.{name} must be at most 1, got {getattr(self, name)}")
 
 
 def paper_config() -> DDPGConfig:
-    """Algorithm 1 to the letter: one-step targets, a single pair of critics, no trust region, no entropy."""
+    """As close to Algorithm 1 as it goes: one-step targets, single critics, no trust region, no entropy.
+
+    What remains ours: Q in units of its spread, targets in units of their scale, exploration by ε, packed rows.
+    """
     return DDPGConfig(trace=0.0, ensemble=1, trust=0.0, entropy=0.0)
 
 
@@ -146,6 +156,11 @@ class DDPG:
         iterations: int,
         example: Trials,
     ):
+        rows = example.reward.shape[0]
+        if rows > config.capacity:
+            raise UserError(
+                f"ddpg.capacity must be at least the rows of an iteration, got {config.capacity} < {rows}"
+            )
         self.env, self.net, self.penalty, self.config = env, net, penalty, config
         self.iterations, self.example = iterations, example
         schedule = optax.linear_schedule(0.0, config.learning_rate, 200)
@@ -222,7 +237,7 @@ class DDPG:
         policy = net.policy.distribution(features)
         frozen = jax.lax.stop_gradient(features)
         prior = net.policy.distribution(frozen, slow.actor)
-        mask = (trials.valid.at[:, -1].set(False)).astype(jnp.float32)
+        mask = trials.learnable.astype(jnp.float32)
 
         targets = self.targets(slow, prior, frozen, trials, scale, target_key)  # [2, row, time]
         taken = [critics.taken(features, trials.action) for critics in (net.reward, net.cost)]

@@ -42,7 +42,11 @@ class PPOConfig:
     def __post_init__(self) -> None:
         check_integer("ppo.epochs", self.epochs, 1)
         check_integer("ppo.minibatch", self.minibatch, 1)
-        check_number("ppo.clip", self.clip, 0.0, strict=True)
+        check_integer("ppo.warmup", self.warmup, 0)
+        for name in ("clip", "max_grad"):
+            check_number(f"ppo.{name}", getattr(self, name), 0.0, strict=True)
+        for value in (*self.learning_rate, *self.entropy, self.value_weight):
+            check_number("ppo's learning_rate, entropy and value_weight", value, 0.0)
         for name in ("discount", "cost_discount", "trace"):
             value = check_number(f"ppo.{name}", getattr(self, name), 0.0)
             if value > 1:
@@ -157,7 +161,7 @@ class PPO:
         )  # in units of `scale`
         # Critics predict in units of `scale`, so that their errors weigh the same whatever the rewards are.
         advantages = self.advantages(jax.lax.stop_gradient(values) * scale[:, None, None], trials)
-        mask = trials.valid.at[:, -1].set(False)  # a cut row's last step only bootstraps
+        mask = trials.learnable
 
         weight = batch.multiplier if self.penalty.form == "excess" else batch.multiplier * over_budget(trials)
         advantage = _standardise(advantages[0] - weight * advantages[1], mask)
