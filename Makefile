@@ -7,8 +7,8 @@ BIN := .venv/bin
 demo: .venv/ready  ## what the library does, in under two minutes
 	$(BIN)/safeicrl demo
 
-test: .venv/ready lint  ## everything the continuous integration checks
-	$(BIN)/python -m pytest
+test: .venv/ready lint  ## everything the continuous integration checks; a file of tests stays in one process
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: .venv/ready
 	$(BIN)/ruff check .
