@@ -212,7 +212,7 @@ class DDPG:
             params = optax.apply_updates(params, updates)
             fast = Heads(actor=params.policy.actor, reward=params.reward, cost=params.cost)
             slow = optax.incremental_update(eqx.filter(fast, eqx.is_array), slow, self.config.target_rate)
-            return (params, slow, optimiser, scale), metrics | {"grad_norm": optax.global_norm(grads)}
+            return (params, slow, optimiser, scale), metrics | {"grad_norm": optax.tree.norm(grads)}
 
         carry = (params, slow_params, state.optimiser, state.scale)
         keys = jax.random.split(key, self.config.updates)

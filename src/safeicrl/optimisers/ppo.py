@@ -137,7 +137,7 @@ class PPO:
             loss = lambda p: self.loss(eqx.combine(p, static), part, scale, entropy)  # noqa: E731
             grads, (scale, metrics) = jax.grad(loss, has_aux=True)(params)
             updates, optimiser = self.optimiser.update(grads, optimiser, params)
-            metrics["grad_norm"] = optax.global_norm(grads)
+            metrics["grad_norm"] = optax.tree.norm(grads)
             return (optax.apply_updates(params, updates), optimiser, scale), metrics
 
         order = jax.vmap(lambda k: jax.random.permutation(k, self.rows))(jax.random.split(key, self.config.epochs))

@@ -1,0 +1,408 @@
+"""SCARED: both optimisers on probes whose constrained optimum is known; losses by hand; resume; settings."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from networks import QUEUE, ROOM, ROWS, STEPS, random_rows, random_weights
+from probe import Casino, Throw
+
+from safeicrl import checkpoint
+from safeicrl.algos.api import METRICS
+from safeicrl.algos.scared import Scared, ScaredConfig, ScaredState, summary
+from safeicrl.envs.api import replace
+from safeicrl.errors import UserError
+from safeicrl.evaluate import evaluate, with_options
+from safeicrl.nets.transformer import NetConfig
+from safeicrl.optimisers.ddpg import DDPG, DDPGConfig, Heads, Nets, paper_config
+from safeicrl.optimisers.ppo import PPO, ActorCritic, Batch, PPOConfig
+from safeicrl.penalty import PenaltyConfig
+
+OPTIMISERS = ("ppo", "ddpg")
+TINY = NetConfig(width=16, layers=1, heads=2, context=STEPS, dtype="float32")
+PENALTY = PenaltyConfig(step=0.2, tolerance=0.02)
+
+
+def config(optimiser: str, **changes: Any) -> ScaredConfig:
+    """Settings for tiny worlds: a minute of a laptop's time is plenty for them."""
+    quick = ScaredConfig(
+        iterations=100,
+        rows=128 if optimiser == "ppo" else 64,
+        queue=1,
+        segments=1,
+        budget_power=1.0,
+        net=TINY,
+        penalty=PENALTY,
+        optimiser=optimiser,  # type: ignore[arg-type]
+        ppo=PPOConfig(minibatch=32, learning_rate=(5e-3, 5e-4), entropy=(0.02, 0.0), discount=0.99),
+        ddpg=DDPGConfig(learning_rate=2e-3, updates=16, capacity=1024, target_rate=0.02, trust=0.3, entropy=0.001),
+    )
+    return dataclasses.replace(quick, **changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """A finished training run."""
+
+    algorithm: Scared
+    update: Callable[[ScaredState], tuple[ScaredState, dict[str, jax.Array]]]
+    state: ScaredState
+    history: dict[str, np.ndarray]  # [iteration, ...]
+
+
+@functools.cache
+def fit(env: Any, optimiser: str, seed: int = 0) -> Fit:
+    algorithm = Scared(env, config(optimiser))
+    state = eqx.filter_jit(algorithm.init)(jax.random.key(seed))
+    update = eqx.filter_jit(algorithm.update)
+    history = []
+    for _ in range(algorithm.config.iterations):
+        state, metrics = update(state)
+        history.append(metrics)
+    history = jax.tree.map(lambda *x: np.array(x), *history)
+    return Fit(algorithm, update, state, history)
+
+
+# -- probes
+
+
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+def test_the_good_arm_is_found_in_context_and_pulled_exactly_as_often_as_the_budget_allows(optimiser):
+    env = Casino()
+    run = fit(env, optimiser)
+    found = evaluate(env, run.algorithm.agent(run.state), tasks=500, segments=1)
+    assert found.over.mean() < 0.02
+    budget = np.floor(found.budgets)
+    last = [found.returns[budget == b, -1].mean() for b in range(5)]
+    np.testing.assert_allclose(last, [env.best(b) for b in range(5)], atol=0.15)
+    # in the first episode the wrong arm is tried half the time
+    assert found.returns[budget > 0, -1].mean() > found.returns[budget > 0, 0].mean() + 0.25
+
+
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+def test_real_valued_actions_and_costs(optimiser):
+    """The side of the target is read off the first throw; on the right side the budget is what limits the throw."""
+    env = Throw()
+    run = fit(env, optimiser)
+    agent, _ = with_options(env, run.algorithm.agent(run.state), greedy=True)
+    found = evaluate(env, agent, tasks=500, segments=1)
+    excess = np.maximum(found.costs - found.budgets[:, None], 0)
+    assert excess.mean() < 0.03
+    best = 1 - np.maximum(0.5 - found.budgets, 0) / 2  # half the targets are on the right
+    assert found.returns[:, -1].mean() > best.mean() - 0.15
+    assert found.returns[:, 0].mean() < 0.6
+    tight = found.budgets < 0.25
+    assert found.returns[~tight, -1].mean() > found.returns[tight, -1].mean() + 0.03
+
+
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+def test_a_run_reports_itself(optimiser):
+    history = fit(Casino(), optimiser).history
+    assert set(METRICS) | {"actor_loss", "reward_critic_loss", "cost_critic_loss", "entropy"} <= set(history)
+    assert all(np.isfinite(x).all() for x in history.values())
+    rows = fit(Casino(), optimiser).algorithm.config.rows
+    assert (history["env_steps"] == rows * 4 * 3).all()
+    assert history["over_budget_by_bin"].shape == (100, 5)
+    # the first policy is uniform: two of three arms cost 1, and a mean budget of 2 of 0 … 4
+    assert history["entropy"][0] == pytest.approx(np.log(3), abs=0.05)
+    assert history["cost"][0] == pytest.approx(4 * 2 / 3, abs=0.3)
+    assert history["return"][0] == pytest.approx(4 * (0.25 + 1 + 0) / 3, abs=0.3)
+    assert history["budget"].mean() == pytest.approx(2.0, abs=0.1)
+
+
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+def test_the_multiplier_moves_with_the_violations_of_the_trials_just_played(optimiser):
+    run = fit(Casino(), optimiser)
+    multiplier = run.history["lambda"]
+    # at first the smallest budgets are broken by far: the bound on one step
+    assert multiplier[0] == pytest.approx(PENALTY.step * PENALTY.bound)
+    moves = np.diff(multiplier)
+    assert (np.abs(moves) <= PENALTY.step * PENALTY.bound + 1e-6).all()
+    kept = run.history["over_budget"][1:] == 0
+    np.testing.assert_allclose(moves[kept], -PENALTY.step * PENALTY.tolerance, atol=1e-5)
+    broken = run.history["over_budget_by_bin"][1:].max(-1) > 0.2
+    assert broken.any()
+    assert (moves[broken] > 0).all()
+    assert run.state.multiplier == multiplier[-1]
+
+
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+def test_a_saved_state_goes_on_bit_for_bit(optimiser, tmp_path):
+    run = fit(Casino(), optimiser)
+    path = tmp_path / "state.safetensors"
+    checkpoint.save(path, run.state, kind="checkpoint", meta={})
+    restored, _ = checkpoint.load(path, run.state, kind="checkpoint")
+    ends = []
+    for state in (run.state, restored):
+        for _ in range(2):
+            state, metrics = run.update(state)
+        ends.append((eqx.filter(state, eqx.is_array), metrics))
+    comparable = jax.tree.map(
+        lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, ends
+    )
+    jax.tree.map(np.testing.assert_array_equal, *comparable)
+    assert int(ends[0][0].iteration) == run.algorithm.config.iterations + 2
+
+
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+def test_seeds_train_side_by_side(optimiser):
+    """Traced only: `train` maps one update over the seeds' stacked states."""
+    algorithm = Scared(Casino(), config(optimiser, penalty=PenaltyConfig(form="paper", dual="naive")))
+
+    def two_seeds():
+        states = eqx.filter_vmap(algorithm.init)(jax.random.split(jax.random.key(0), 2))
+        return states, eqx.filter_vmap(algorithm.update)(states)
+
+    before, (after, metrics) = eqx.filter_eval_shape(two_seeds)
+    shapes = lambda tree: [x.shape for x in jax.tree.leaves(tree) if hasattr(x, "shape")]  # noqa: E731
+    assert shapes(before) == shapes(after)
+    assert before.multiplier.shape == (2, 3)  # one for each episode
+    assert metrics["lambda"].shape == (2,)
+
+
+# -- what the learner makes of rows, by hand
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Random trials in packed rows, the last of which are cut; the agent was uniform over five actions."""
+    return replace(random_rows(), extras={"log_prob": jnp.full((ROWS, STEPS), -jnp.log(5.0))})
+
+
+def tasks(seed: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(ROWS, QUEUE, ROOM.spec.task_features)), jnp.float32)
+
+
+def excess_by_hand(trials) -> np.ndarray:
+    before = -np.asarray(trials.token.ctg)
+    return np.maximum(before + np.asarray(trials.cost), 0) - np.maximum(before, 0)
+
+
+def whole_episodes(trials) -> np.ndarray:
+    """[row, time] number of the episode each step belongs to, counted along the row."""
+    return np.cumsum(np.asarray(trials.token.start), axis=1)
+
+
+def over_by_hand(trials) -> np.ndarray:
+    """1 at every step of an episode whose cost, as far as it was played, is over its budget."""
+    over, number = np.zeros((ROWS, STEPS)), whole_episodes(trials)
+    for row in range(ROWS):
+        for episode in np.unique(number[row]):
+            here = number[row] == episode
+            over[row, here] = np.asarray(trials.cost)[row, here].sum() > np.asarray(trials.token.ctg)[row, here][0]
+    return over
+
+
+def learnable_by_hand(trials) -> np.ndarray:
+    mask = np.asarray(trials.valid).copy()
+    mask[:, -1] &= np.asarray(trials.trial_done)[:, -1]
+    return mask
+
+
+def test_all_steps_but_a_cut_rows_last_are_learnt_from(rows):
+    expected = learnable_by_hand(rows)
+    assert (np.asarray(rows.valid) & ~expected).any()  # some rows are cut
+    np.testing.assert_array_equal(rows.learnable, expected)
+    whole = replace(rows, trial_done=rows.trial_done.at[:, -1].set(True))
+    np.testing.assert_array_equal(whole.learnable, rows.valid)
+
+
+def test_the_summary_counts_finished_episodes_only(rows):
+    found = jax.tree.map(float, jax.jit(summary)(rows))
+    number, ended = whole_episodes(rows), np.asarray(rows.done & rows.valid)
+    returns, costs, budgets = [], [], []
+    for row, t in np.argwhere(ended):
+        here = number[row] == number[row, t]
+        returns.append(np.asarray(rows.reward)[row, here].sum())
+        costs.append(np.asarray(rows.cost)[row, here].sum())
+        budgets.append(np.asarray(rows.token.ctg)[row, here][0])
+    assert found["env_steps"] == np.asarray(rows.valid).sum()
+    assert found["return"] == pytest.approx(np.mean(returns))
+    assert found["cost"] == pytest.approx(np.mean(costs))
+    assert found["budget"] == pytest.approx(np.mean(budgets))
+    assert found["over_budget"] == pytest.approx(np.mean(np.array(costs) > np.array(budgets)))
+
+
+def corrections_by_hand(signal, discount, here, ahead, decay):
+    """x_t = e_t + γ_t d_{t+1} x_{t+1}, where e_t = r_t + γ_t ahead_{t+1} − here_t; all [row, time], backwards.
+
+    With values for both and d the trace these are generalised advantages; with Q of the action taken, the
+    expected Q and a truncated ratio, Retrace. What follows the last step of a cut row is unknown: x is 0 there.
+    """
+    found = np.zeros((ROWS, STEPS))
+    for row in range(ROWS):
+        later, last = 0.0, STEPS - 1
+        for t in reversed(range(STEPS)):
+            if t == last and discount[row, t] > 0:
+                continue
+            error = signal[row, t] - here[row, t]
+            if t < last:
+                error += discount[row, t] * (ahead[row, t + 1] + decay[row, t + 1] * later)
+            found[row, t] = later = error
+    return found
+
+
+def ppo_loss_by_hand(settings, form, trials, multiplier, scale, entropy_weight, log_prob, entropy, values):
+    """All of it in float64, from the network's outputs on the rows; values are in units of `scale`."""
+    mask, trial_over = learnable_by_hand(trials), np.asarray(trials.trial_done)
+    if form == "excess":
+        cost, cost_discount = excess_by_hand(trials), settings.cost_discount * (1.0 - trial_over)
+    else:
+        cost, cost_discount = np.asarray(trials.cost), 1.0 - np.asarray(trials.done)
+        multiplier = multiplier * over_by_hand(trials)
+    signals = ((np.asarray(trials.reward), settings.discount * (1.0 - trial_over)), (cost, cost_discount))
+    trace = np.full((ROWS, STEPS), settings.trace)
+    advantages = [
+        corrections_by_hand(signal, discount, value * unit, value * unit, trace)
+        for (signal, discount), value, unit in zip(signals, values, scale, strict=True)
+    ]
+    combined = advantages[0] - multiplier * advantages[1]
+    combined = (combined - combined[mask].mean()) / combined[mask].std()
+    ratio = np.exp(log_prob - np.asarray(trials.extras["log_prob"]))
+    clipped = np.clip(ratio, 1 - settings.clip, 1 + settings.clip)
+    actor = -np.minimum(ratio * combined, clipped * combined)[mask].mean()
+    critics = [((a / unit)[mask] ** 2).mean() for a, unit in zip(advantages, scale, strict=True)]
+    total = actor + settings.value_weight * sum(critics) - entropy_weight * entropy[mask].mean()
+    return total, actor, critics, (np.abs(ratio - 1) > settings.clip)[mask].mean()
+
+
+@pytest.mark.parametrize("form", ["excess", "paper"])
+def test_the_ppo_loss_by_hand(rows, form):
+    net = random_weights(ActorCritic, TINY, ROOM.spec, privileged=True)
+    settings = PPOConfig(minibatch=8)
+    ppo = PPO(ROOM, TINY, PenaltyConfig(form=form), settings, iterations=1, rows=ROWS)
+    multiplier = np.array([0.4, 1.3])[np.asarray(rows.token.episode)]  # one for each episode
+    scale, weight = np.array([0.5, 2.0]), 0.1
+
+    @eqx.filter_jit
+    def outputs(net, tasks):
+        batch = Batch(trials=rows, task=tasks, multiplier=jnp.asarray(multiplier, jnp.float32))
+        loss, (_, metrics) = ppo.loss(net, batch, jnp.asarray(scale, jnp.float32), jnp.float32(weight))
+        features = net.policy.trunk.forward(rows.token, rows.trial)
+        policy = net.policy.distribution(features)
+        values = [critic(features, tasks, rows.trial) for critic in (net.reward_critic, net.cost_critic)]
+        return loss, metrics, policy.log_prob(rows.action), policy.entropy(), values
+
+    loss, metrics, *seen = outputs(net, tasks(0))
+    log_prob, entropy, values = jax.tree.map(lambda x: np.asarray(x, np.float64), seen)
+    total, actor, critics, clipped = ppo_loss_by_hand(
+        settings, form, rows, multiplier, scale, weight, log_prob, entropy, values
+    )
+    assert loss == pytest.approx(total, rel=1e-4)
+    assert metrics["actor_loss"] == pytest.approx(actor, rel=1e-3)
+    assert metrics["reward_critic_loss"] == pytest.approx(critics[0], rel=1e-4)
+    assert metrics["cost_critic_loss"] == pytest.approx(critics[1], rel=1e-4)
+    assert metrics["clipped"] == pytest.approx(clipped)
+    assert 0.1 < clipped < 1
+
+    # the hidden tasks reach the critics and nothing that acts
+    _, other, *others = outputs(net, tasks(1))
+    np.testing.assert_array_equal(others[0], seen[0])
+    assert not np.allclose(others[2], seen[2])
+    for name in ("entropy", "kl", "clipped"):
+        assert other[name] == metrics[name]
+
+    # at a ratio of 1 the actor's loss is minus the mean of a standardised advantage, nothing
+    mute = eqx.tree_at(lambda n: n.policy.actor, net, jax.tree.map(jnp.zeros_like, net.policy.actor))
+    _, metrics, *_ = outputs(mute, tasks(0))
+    assert metrics["actor_loss"] == pytest.approx(0, abs=1e-4)
+    assert metrics["kl"] == pytest.approx(0, abs=1e-5)
+    assert metrics["entropy"] == pytest.approx(np.log(5), rel=1e-5)
+    assert metrics["clipped"] == 0
+
+
+@pytest.mark.parametrize(("form", "pessimism"), [("excess", False), ("paper", True)])
+def test_retrace_targets_by_hand(rows, form, pessimism):
+    """Q̂ = Q + Σ_s (Π γ c) (r + γ E_π Q' − Q), c = trace · min(1, π/μ): stops at boundaries, cut rows wait."""
+    settings = DDPGConfig(
+        discount=0.95, cost_discount=0.9, trace=0.8, ensemble=3, pessimism=pessimism, capacity=ROWS
+    )
+    net = random_weights(Nets, TINY, ROOM.spec, ensemble=3)
+    slow = Heads(actor=net.policy.actor, reward=net.reward, cost=net.cost)
+    ddpg = DDPG(ROOM, TINY, PenaltyConfig(form=form), settings, iterations=1, example=rows)
+    scale = np.array([0.5, 2.0])
+
+    @jax.jit
+    def outputs():
+        features = net.policy.trunk.forward(rows.token, rows.trial)
+        prior = net.policy.distribution(features, slow.actor)
+        found = ddpg.targets(slow, prior, features, rows, jnp.asarray(scale, jnp.float32), jax.random.key(0))
+        return found, jax.nn.softmax(prior.logits), [c._read(features) for c in (slow.reward, slow.cost)]
+
+    found, policy, tables = jax.tree.map(np.asarray, outputs())  # policy: [row, time, action]
+    trial_over, action = np.asarray(rows.trial_done), np.asarray(rows.action)[..., None]
+    signals = [(np.asarray(rows.reward), 0.95 * (1.0 - trial_over))]
+    if form == "excess":
+        signals += [(excess_by_hand(rows), 0.9 * (1.0 - trial_over))]
+    else:
+        signals += [(np.asarray(rows.cost), 1.0 - np.asarray(rows.done))]
+    ratio = np.minimum(np.take_along_axis(policy, action, -1)[..., 0] * 5, 1)
+    for index, (signal, discount) in enumerate(signals):
+        pool = (np.min if index == 0 else np.max) if pessimism else np.mean
+        taken = pool([np.take_along_axis(q, action, -1)[..., 0] for q in tables[index]], 0)
+        value = pool([(policy * q).sum(-1) for q in tables[index]], 0)
+        expected = taken + corrections_by_hand(signal / scale[index], discount, taken, value, 0.8 * ratio)
+        mask = learnable_by_hand(rows)
+        np.testing.assert_allclose(found[index][mask], expected[mask], rtol=1e-3, atol=1e-4)
+
+
+def test_exploration_fades_over_the_first_half():
+    run = fit(Casino(), "ddpg")
+    epsilon = lambda progress: float(  # noqa: E731
+        run.algorithm.optimiser.explorer(replace(run.state.optimiser, progress=jnp.float32(progress))).epsilon
+    )
+    assert [epsilon(p) for p in (0.0, 0.25, 0.5, 1.0)] == pytest.approx([1.0, 0.51, 0.02, 0.02])
+    assert run.algorithm.agent(run.state).epsilon is None
+    assert float(run.state.optimiser.progress) == 1
+
+
+def test_budgets_are_drawn_by_their_power():
+    """b = 5 u^1.5 is below x with probability (x/5)^(1/1.5)."""
+    algorithm = Scared(Casino(), config("ppo", rows=4096, budget_power=1.5))
+    _, budgets = jax.jit(algorithm.draw)(jax.random.key(0))
+    assert budgets.shape == (4096, 1)
+    for x in (0.5, 1.0, 2.5, 4.0):
+        expected = (x / 5) ** (1 / 1.5)
+        assert np.mean(budgets < x) == pytest.approx(expected, abs=5 * np.sqrt(0.25 / 4096))
+
+
+def test_more_segments_than_steps():
+    """The replay's example is what `play` returns, traced at once."""
+    algorithm = Scared(Throw(), config("ddpg", segments=9))
+    assert algorithm.optimiser.example.reward.shape == (64, 4)
+
+
+def test_the_papers_form_of_the_off_policy_optimiser():
+    paper = paper_config()
+    assert (paper.trace, paper.ensemble, paper.trust, paper.entropy) == (0, 1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: config("ppo", rows=100), "rows must be a multiple of ppo.minibatch, got 100 and 32"),
+        (lambda: config("sac"), "optimiser must be ppo or ddpg, got 'sac'"),
+        (lambda: config("ppo", queue=9), "queue must be at most 8, got 9"),
+        (lambda: config("ppo", budget_power=0.0), "budget_power must be a finite number > 0.0, got 0.0"),
+        (
+            lambda: config("ddpg", rows=2048),
+            "ddpg.capacity must be at least the rows of an iteration, got 1024 < 2048",
+        ),
+        (
+            lambda: config("ppo", net=dataclasses.replace(TINY, context=11)),
+            "net.context must hold a whole trial of 12 tokens, got 11",
+        ),
+        (lambda: config("ppo", ppo=PPOConfig(trace=1.5)), "ppo.trace must be at most 1, got 1.5"),
+        (lambda: config("ddpg", ddpg=DDPGConfig(updates=0)), "ddpg.updates must be an integer ≥ 1, got 0"),
+    ],
+)
+def test_impossible_settings(make, words):
+    with pytest.raises(UserError) as error:
+        Scared(Casino(), make())
+    assert str(error.value) == words
