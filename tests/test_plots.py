@@ -96,7 +96,9 @@ def test_one_budget_only():
     fixed = Results(
         returns=one.returns, costs=one.costs, lengths=one.lengths, budgets=np.full(40, 3.0), meta={"label": "x"}
     )
-    plots.by_budget(group([fixed]))
+    drawn = plots.by_budget(group([fixed])).axes[0].lines[0]
+    np.testing.assert_allclose(drawn.get_xdata(), [3.0])
+    np.testing.assert_allclose(drawn.get_ydata(), [one.returns.sum(1).mean()], rtol=1e-5)
 
 
 def log(seeds: int) -> list[dict]:
