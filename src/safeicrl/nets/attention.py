@@ -28,10 +28,11 @@ def _attend_fused(q: jax.Array, k: jax.Array, v: jax.Array, trial: jax.Array) ->
     Head dimensions this small are padded inside the kernel anyway, so the extra eight cost nothing.
     """
     dim, scale = q.shape[-1], q.shape[-1] ** -0.5
-    code = jax.nn.one_hot(trial, MAX_TRIALS, dtype=q.dtype)[:, :, None, :]
-    widen = lambda x, gain: jnp.concatenate([x, jnp.broadcast_to(code * gain, (*x.shape[:-1], MAX_TRIALS))], -1)  # noqa: E731
+    extra = MAX_TRIALS + -dim % 8  # cuDNN takes multiples of eight only
+    code = jax.nn.one_hot(trial, extra, dtype=q.dtype)[:, :, None, :]
+    widen = lambda x, gain: jnp.concatenate([x, jnp.broadcast_to(code * gain, (*x.shape[:-1], extra))], -1)  # noqa: E731
     q, k = widen(q, SEPARATION / scale), widen(k, 1.0)
-    v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, MAX_TRIALS)))
+    v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, extra)))
     out = jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, implementation="cudnn")
     return out[..., :dim]
 
