@@ -14,7 +14,7 @@ SOURCE = Path(safeicrl.__file__).parent
 LAYERS = (
     ("errors", "version", "gym_ids", "files", "signals", "log"),
     ("envs", "nets", "tokens", "results"),
-    ("trial", "replay", "returns", "penalty", "agent", "reference", "config", "checkpoint"),
+    ("trial", "replay", "returns", "penalty", "agent", "reference", "config", "checkpoint", "histories"),
     ("optimisers",),
     ("algos",),
     ("train", "evaluate"),

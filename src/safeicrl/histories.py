@@ -1,0 +1,376 @@
+"""Learning histories on disk: what learners did while they learned, episode by episode.
+
+A folder holds `histories.json` (what was collected, by whom, how much of it is complete) and one `.npy` an array,
+all of full size from the start and memory-mapped when opened. Histories are added a group at a time: the arrays
+first, `histories.json` last, so that a kill at any moment costs at most the group at hand, which is then
+collected again to the same bytes.
+"""
+
+import hashlib
+import importlib
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from safeicrl.config import env_from_plain
+from safeicrl.envs.api import Discrete, Env, EnvSpec, Grid
+from safeicrl.envs.registry import ENVS
+from safeicrl.errors import UserError
+from safeicrl.files import plain, read_json, write_json
+
+FORMAT = "safeicrl learning histories"
+VERSION = 1  # raised when folders of the old form can no longer be read
+CARD = "histories.json"
+STEPWISE = ("observation", "action", "reward", "cost", "done")  # [history, step, ...]
+ARRAYS = (*STEPWISE, "final", "limit", "task")
+CONTINUES, TERMINATED, TRUNCATED = range(3)  # what `done` says
+
+
+@dataclass(frozen=True, kw_only=True)
+class Histories:
+    """Opened histories, read-only. A window along `step` never crosses two of them.
+
+    A history is one learner on one task from its first step to its last. Where the learner ran several episodes
+    side by side, they stand here one after another, each whole, in the order in which they ended; only a history's
+    last episode may be cut by the end of the recording (`done` is 0 there).
+    """
+
+    folder: Path
+    meta: dict[str, Any]  # histories.json
+    env: Env  # the environment whose tasks were learned
+    observation: np.ndarray  # [history, step, obs] before the action: uint8 (Grid) or float32 (Box)
+    action: np.ndarray  # [history, step] uint8, or [history, step, action] float32
+    reward: np.ndarray  # [history, step] uint8 where all are small whole numbers, else float32
+    cost: np.ndarray  # [history, step] likewise
+    done: np.ndarray  # [history, step] uint8: 0 the episode goes on, 1 terminated, 2 truncated
+    final: np.ndarray  # [history, steps // max_steps, obs] what the i-th truncated episode led to; unused rows 0
+    limit: np.ndarray  # [history] float32, cost limit of the learner
+    task: np.ndarray  # [history] int32, which of the tasks; histories of one task differ in limit
+
+    def episodes(self, history: int) -> "EpisodeSums":
+        """Sums of a history's whole episodes, in order."""
+        ends = np.flatnonzero(self.done[history]) + 1
+        starts = np.concatenate([[0], ends[:-1]]).astype(int)
+        total = lambda values: np.add.reduceat(values[: ends[-1]].astype(np.float64), starts)  # noqa: E731
+        if not len(ends):
+            return EpisodeSums(starts=starts[:0], ends=ends, returns=np.zeros(0), costs=np.zeros(0))
+        returns, costs = total(self.reward[history]), total(self.cost[history])
+        return EpisodeSums(starts=starts, ends=ends, returns=returns, costs=costs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeSums:
+    """Where the episodes of a history lie, and their undiscounted sums; all [episode]."""
+
+    starts: np.ndarray  # first step
+    ends: np.ndarray  # one past the last step
+    returns: np.ndarray
+    costs: np.ndarray
+
+
+# -- reading ------------------------------------------------------------------------------------------------
+
+
+def open_histories(
+    folder: str | Path, *, env: Env | None = None, partial: bool = False, verify: bool = False
+) -> Histories:
+    """The histories in `folder`, mapped into memory.
+
+    With `env`, histories of any other environment are refused. An unfinished collection is refused too, unless
+    `partial` asks for the histories that are complete. Sizes are always checked; `verify` reads everything and
+    checks it against its checksums.
+    """
+    folder = Path(folder)
+    meta = _read_card(folder)
+    own = _env_of(folder, meta, env)
+    count, complete = meta["histories"], meta["complete"]
+    if complete == 0 or (complete < count and not partial):
+        raise UserError(f"{folder} is unfinished, {complete} of {count} histories: run its collect command again")
+    arrays = {name: _map(folder, name, meta)[:complete] for name in ARRAYS}
+    if verify:
+        _verify(folder, meta, arrays)
+    return Histories(folder=folder, meta=meta, env=own, **arrays)
+
+
+def _read_card(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise UserError(f"no learning histories at {folder}")
+    meta = read_json(folder / CARD, "card of learning histories")
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        raise UserError(f"{folder / CARD} is no card of learning histories")
+    if meta.get("version") != VERSION:
+        raise UserError(
+            f"{folder} holds learning histories of version {meta.get('version')}, this library reads {VERSION}"
+        )
+    needed = ("env", "histories", "complete", "arrays", "groups")
+    missing = [name for name in needed if name not in meta]
+    if missing:
+        raise UserError(f"{folder / CARD} is incomplete: {missing[0]!r} is missing")
+    return meta
+
+
+def _env_of(folder: Path, meta: dict[str, Any], env: Env | None) -> Env:
+    """The environment of the histories; `env` itself where they are its own, registered or not."""
+    name, parameters = meta["env"]["name"], meta["env"]["parameters"]
+    if env is None:
+        return env_from_plain(name, parameters)
+    known = next((known for known, make in ENVS.items() if make is type(env)), type(env).__name__)
+    if known != name:
+        raise UserError(f"{folder} holds histories of {name}, not of {known}")
+    given: dict[str, Any] = plain(asdict(env)) if is_dataclass(env) and not isinstance(env, type) else {}
+    for key in given.keys() | parameters.keys():
+        if given.get(key) != parameters.get(key):
+            raise UserError(
+                f"{folder} holds histories of {name} with {key} {parameters.get(key)}, not {given.get(key)}"
+            )
+    return env
+
+
+def _map(folder: Path, name: str, meta: dict[str, Any]) -> np.ndarray:
+    path = folder / f"{name}.npy"
+    expected = meta["arrays"].get(name)
+    if expected is None or not path.exists():
+        raise UserError(f"{folder} has no {name}.npy: these histories are incomplete")
+    size = path.stat().st_size
+    if size < expected["bytes"]:
+        raise UserError(f"{path} is cut short: {size} bytes of {expected['bytes']}")
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except ValueError:
+        raise UserError(f"{path} is damaged: no NumPy array") from None
+    if list(array.shape) != expected["shape"] or array.dtype.name != expected["dtype"]:
+        found = f"{array.dtype.name} {list(array.shape)}"
+        raise UserError(f"{path} is {found}, its card says {expected['dtype']} {expected['shape']}")
+    return array
+
+
+def _verify(folder: Path, meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    for group in meta["groups"]:
+        rows = slice(group["first"], group["first"] + group["count"])
+        if _digest({name: arrays[name][rows] for name in (*STEPWISE, "final")}) != group["sha256"]:
+            raise UserError(f"{folder} is damaged: histories {rows.start} to {rows.stop - 1} fail their checksum")
+
+
+def _digest(arrays: dict[str, np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for _, array in sorted(arrays.items()):
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+# -- writing ------------------------------------------------------------------------------------------------
+
+
+class HistoryWriter:
+    """Adds groups of histories to a folder; begins where an interrupted collection of the same request stopped."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        env: Env,
+        request: dict[str, Any],
+        steps: int,
+        limit: np.ndarray,
+        task: np.ndarray,
+    ) -> None:
+        """`request` is all that decides the bytes: the environment ("env", described), the algorithm, the seed ...
+
+        `limit` and `task` are [history].
+        """
+        self.folder, self.spec, self.steps = Path(folder), env.spec, steps
+        self.whole = {"limit": np.asarray(limit, np.float32), "task": np.asarray(task, np.int32)}
+        request = plain(request)
+        if (self.folder / CARD).exists():
+            self.meta = _read_card(self.folder)
+            _check_same(self.folder, self.meta, request)
+            for name in self.meta["arrays"]:
+                _map(self.folder, name, self.meta)
+            return
+        self.meta = {
+            "format": FORMAT, "version": VERSION, **request,
+            "histories": len(self.whole["limit"]), "complete": 0, "seconds": 0.0, "arrays": {}, "groups": [],
+        }  # fmt: skip
+
+    @property
+    def complete(self) -> int:
+        """How many histories are on the disk."""
+        return self.meta["complete"]
+
+    @property
+    def total(self) -> int:
+        """How many there will be."""
+        return self.meta["histories"]
+
+    def append(self, group: dict[str, np.ndarray], **about: Any) -> None:
+        """Add histories: `STEPWISE` and "final" arrays, [history, ...]. `about` joins the card (device, ...)."""
+        first, count = self.complete, len(group["reward"])
+        if not first:
+            self._create(group)
+        types = {name: self.meta["arrays"][name]["dtype"] for name in (*STEPWISE, "final")}
+        group = {name: _exactly(self.folder, name, group[name], np.dtype(types[name])) for name in types}
+        for name, array in group.items():
+            _write_rows(self.folder / f"{name}.npy", array, first, self.total)
+        about["seconds"] = self.meta["seconds"] + about.get("seconds", 0.0)
+        entry = {"first": first, "count": count, "sha256": _digest(group)}
+        card = {**self.meta, **about, "complete": first + count, "groups": [*self.meta["groups"], entry]}
+        write_json(self.folder / CARD, card)
+        self.meta = plain(card)
+
+    def _create(self, group: dict[str, np.ndarray]) -> None:
+        """Files of full size, whose types fit the first group; the small ones are written at once."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot write {self.folder}: {error.strerror or error}") from None
+        arrays = {}
+        for name in (*STEPWISE, "final"):
+            shape = (self.total, *group[name].shape[1:])
+            arrays[name] = _create(self.folder / f"{name}.npy", _type_of(name, group[name], self.spec), shape)
+        for name, array in self.whole.items():
+            arrays[name] = _create(self.folder / f"{name}.npy", array.dtype, array.shape)
+            _write_rows(self.folder / f"{name}.npy", array, 0, self.total)
+        self.meta["arrays"] = arrays
+
+
+def _check_same(folder: Path, meta: dict[str, Any], request: dict[str, Any]) -> None:
+    """An interrupted collection continues only as what it was."""
+
+    def flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+        if not isinstance(value, dict):
+            yield name, value
+            return
+        for key, item in value.items():
+            yield from flat(item, f"{name}.{key}" if name else key)
+
+    before = dict(flat({name: meta.get(name) for name in request}, ""))
+    for name, now in flat(request, ""):
+        if before.get(name) != now:
+            raise UserError(
+                f"{folder} holds other histories: {name} is {before.get(name)} there, {now} here; "
+                f"choose another folder"
+            )
+
+
+def _type_of(name: str, values: np.ndarray, spec: EnvSpec) -> np.dtype:
+    """One byte where that loses nothing."""
+    if name in ("observation", "final"):
+        small = isinstance(spec.observation, Grid) and max(spec.observation.sizes) <= 256
+    elif name == "action":
+        small = isinstance(spec.action, Discrete) and spec.action.n <= 256
+    else:
+        small = name == "done" or _whole(values)
+    whole = name in ("observation", "final", "action") and np.issubdtype(values.dtype, np.integer)
+    return np.dtype(np.uint8 if small else np.int32 if whole else np.float32)
+
+
+def _whole(values: np.ndarray) -> bool:
+    return bool(((values >= 0) & (values <= 255) & (values == np.floor(values))).all())
+
+
+def _exactly(folder: Path, name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """`values` in the file's type, which the first group chose."""
+    if dtype == np.uint8 and values.dtype != np.uint8 and not _whole(values):
+        bad = values[(values < 0) | (values > 255) | (values != np.floor(values))].flat[0]
+        raise UserError(f"{folder / name}.npy holds whole numbers from 0 to 255, {name} {bad} is none")
+    return np.ascontiguousarray(values, dtype)
+
+
+def _create(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> dict[str, Any]:
+    """An array of zeros, sparse where the file system can; returns what the card says of it."""
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    try:
+        with open(path, "wb") as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            size = file.tell() + int(np.prod(shape)) * dtype.itemsize
+            file.truncate(size)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+    return {"shape": list(shape), "dtype": dtype.name, "bytes": size}
+
+
+def _write_rows(path: Path, array: np.ndarray, first: int, total: int) -> None:
+    """Write rows of the array in `path`; not through a memory map, which a full disk would end by a signal."""
+    row = array.nbytes // len(array)
+    try:
+        with open(path, "r+b") as file:
+            file.seek(os.path.getsize(path) - (total - first) * row)
+            file.write(array.reshape(-1).view(np.uint8).data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+# -- for others ---------------------------------------------------------------------------------------------
+
+
+def export_minari(histories: Histories, dataset_id: str, *, every: int = 1, author: str | None = None) -> Any:
+    """Write a Minari dataset of every `every`-th whole episode; returns it. Needs `pip install 'safeicrl[minari]'`.
+
+    Costs are in `infos["cost"]`, beside `limit`, `task` and `history`; the first entry of each, at the reset, is
+    that of the whole episode with a cost of 0. The observation after a terminated episode is not kept in
+    histories, so the last one seen stands in its place; its value is zero by definition.
+    """
+    try:
+        minari = importlib.import_module("minari")
+        importlib.import_module("h5py")
+    except ImportError:
+        raise UserError("minari is not installed: pip install 'safeicrl[minari]'") from None
+    from safeicrl.envs.gym import GymEnv
+
+    face = GymEnv(histories.env)
+    types = face.observation_space.dtype, face.action_space.dtype
+    buffers = [
+        minari.data_collector.EpisodeBuffer(id=index, **episode)
+        for index, episode in enumerate(itertools.islice(_episodes(histories, *types), 0, None, every))
+    ]
+    try:
+        return minari.create_dataset_from_buffers(
+            dataset_id=dataset_id,
+            buffer=buffers,
+            observation_space=face.observation_space,
+            action_space=face.action_space,
+            algorithm_name=str(histories.meta.get("algo", {}).get("name")),
+            author=author,
+            description=f"Learning histories of {histories.meta['env']['name']}, collected with safeicrl.",
+            data_format="hdf5",
+        )
+    except (ValueError, OSError) as error:
+        raise UserError(f"minari refused {dataset_id!r}: {str(error).splitlines()[0]}") from None
+
+
+def _episodes(histories: Histories, seen_type: Any, action_type: Any) -> Iterator[dict[str, Any]]:
+    """Every whole episode as the fields of a Minari buffer, in the types of the Gymnasium spaces."""
+    for history in range(len(histories.limit)):
+        truncated = 0
+        for begin, end in zip(*_bounds(histories, history), strict=True):
+            seen = histories.observation[history, begin:end]
+            last = seen[-1:]
+            if histories.done[history, end - 1] == TRUNCATED:
+                last, truncated = histories.final[history, truncated][None], truncated + 1
+            done, steps = histories.done[history, begin:end], end - begin
+            cost = histories.cost[history, begin:end].astype(np.float32)
+            yield {
+                "observations": np.concatenate([seen, last]).astype(seen_type),
+                "actions": histories.action[history, begin:end].astype(action_type),
+                "rewards": histories.reward[history, begin:end].astype(np.float32),
+                "terminations": done == TERMINATED,
+                "truncations": done == TRUNCATED,
+                "infos": {
+                    "cost": np.concatenate([[np.float32(0)], cost]),
+                    "limit": np.full(steps + 1, histories.limit[history], np.float32),
+                    "task": np.full(steps + 1, histories.task[history]),
+                    "history": np.full(steps + 1, history),
+                },
+            }
+
+
+def _bounds(histories: Histories, history: int) -> tuple[list[int], list[int]]:
+    sums = histories.episodes(history)
+    return sums.starts.tolist(), sums.ends.tolist()
