@@ -1,5 +1,8 @@
 """Action distributions against their formulas in float64, numerical integrals and their own samples; the heads."""
 
+import dataclasses
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +11,15 @@ from networks import random_weights
 from probe import Push
 from scipy.stats import norm
 
+from safeicrl.agent import NetAgent
+from safeicrl.envs.api import Box, replace
 from safeicrl.envs.dark_room import SafeDarkRoom
+from safeicrl.errors import UserError
 from safeicrl.nets.heads import HIDDEN, LOG_STD, Categorical, Critic, PolicyNet, TanhNormal
-from safeicrl.nets.transformer import NetConfig
+from safeicrl.nets.transformer import NetConfig, featurise
+from safeicrl.reference import RandomAgent
+from safeicrl.tokens import first_token
+from safeicrl.trial import run_trials, sample_queue
 
 P = np.array([0.5, 0.25, 0.2, 0.05])
 # log-probabilities up to a constant
@@ -133,6 +142,72 @@ def test_a_sample_is_differentiable_in_mean_and_spread():
     squash = 1 - np.tanh(MEAN + STD * noise) ** 2
     np.testing.assert_allclose(slope.mean, squash, rtol=1e-4)
     np.testing.assert_allclose(slope.log_std, squash * STD * noise, rtol=1e-4)
+
+
+def test_actions_of_another_range_are_the_same_distribution_moved():
+    """a = 1 + 3 tanh(·) has the density of tanh(·) at (a − 1)/3, divided by 3 in each dimension."""
+    moved = replace(SQUASHED, centre=1.0, half=3.0)
+    key = jax.random.key(2)
+    np.testing.assert_allclose(moved.sample(key), 1 + 3 * np.asarray(SQUASHED.sample(key)), rtol=1e-6)
+    np.testing.assert_allclose(moved.mode(), 1 + 3 * np.tanh(MEAN), rtol=1e-5)
+    unit = np.random.default_rng(0).uniform(-0.99, 0.99, (200, 2))
+    found = moved.log_prob(jnp.asarray(1 + 3 * unit, jnp.float32))
+    np.testing.assert_allclose(found, squashed_log_density(unit) - 2 * np.log(3), rtol=2e-3, atol=2e-3)
+    for changed in (moved.tempered(0.5), moved.explored(jnp.float32(0.6))):
+        assert (changed.centre, changed.half) == (1.0, 3.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class WidePush(Push):
+    """Push with other bounds of its action."""
+
+    low: float = -2.0
+    high: float = 6.0
+
+    @property
+    def spec(self):
+        return replace(super().spec, action=Box(1, self.low, self.high))
+
+
+def test_acting_and_learning_agree_on_another_range_of_actions():
+    """What the environment is given fills its range; the learner finds the log-probability that acting wrote."""
+    env = WidePush()
+    net = eqx.filter_jit(PolicyNet)(SMALL, env.spec, jax.random.key(0))
+    tasks, budgets = sample_queue(env, "train", (0.0, 2.0), (64, 1), jax.random.key(1))
+    trials = run_trials(env, NetAgent(net), tasks, budgets, jax.random.key(0), episodes=3, steps=12)
+    assert trials.action.min() < -1.5
+    assert trials.action.max() > 5.5
+    np.testing.assert_array_equal(trials.token.action[:, 1:], trials.action[:, :-1])
+    moved = np.diff(np.concatenate([trials.token.observation[:, :1], trials.final_observation], 1), axis=1)
+    np.testing.assert_allclose(moved[:, 0], trials.action[:, 0], rtol=1e-5)  # the first step: no reset between
+    learnt = eqx.filter_jit(lambda t: net.distribution(net.trunk.forward(t.token, t.trial)).log_prob(t.action))(
+        trials
+    )
+    np.testing.assert_allclose(learnt, trials.extras["log_prob"], rtol=1e-3, atol=2e-3)
+
+
+def test_the_network_reads_actions_in_units_of_their_range():
+    narrow, wide = Push().spec, WidePush().spec
+    token = jax.vmap(first_token, (None, 0, 0))(narrow, jnp.zeros((3, 1)), jnp.ones(3))
+    later = replace(token, start=jnp.zeros(3, bool))
+    unit = jnp.array([[-1.0], [0.25], [1.0]])
+    np.testing.assert_allclose(
+        featurise(replace(later, action=2 + 4 * unit), wide),
+        featurise(replace(later, action=unit), narrow),
+        rtol=1e-6,
+    )
+    # "no action yet" is no action at all, not the one of value 0
+    np.testing.assert_array_equal(featurise(token, wide), featurise(token, narrow))
+
+
+@pytest.mark.parametrize(("low", "high"), [(-np.inf, np.inf), (0.0, np.inf), (1.0, 1.0)])
+def test_unbounded_actions_are_refused(low, high):
+    spec = WidePush(low=low, high=high).spec
+    with pytest.raises(UserError, match="actions must have finite bounds"):
+        PolicyNet(SMALL, spec, jax.random.key(0))
+    token = jax.vmap(first_token, (None, 0, 0))(spec, jnp.zeros((1, 1)), jnp.ones(1))
+    with pytest.raises(UserError, match="actions must have finite bounds"):
+        RandomAgent(spec.action).act(None, token, jax.random.key(0))
 
 
 def test_a_continuous_policy_keeps_its_spread_within_bounds():

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from safeicrl.envs.api import Box, Discrete, Key, PyTree, record, replace
+from safeicrl.envs.api import Box, Discrete, Key, PyTree, centre_and_half, record, replace
 from safeicrl.envs.dark_room import MOVES, Room, SafeDarkRoom
 from safeicrl.tokens import Token, usable_budget
 
@@ -41,8 +41,8 @@ class RandomAgent(eqx.Module):
         rows = token.reward.shape
         if isinstance(self.action, Discrete):
             return None, jax.random.randint(key, rows, 0, self.action.n), None
-        shape = (*rows, self.action.size)
-        return None, jax.random.uniform(key, shape, minval=self.action.low, maxval=self.action.high), None
+        centre, half = centre_and_half(self.action)
+        return None, centre + half * jax.random.uniform(key, (*rows, self.action.size), minval=-1.0), None
 
 
 @record

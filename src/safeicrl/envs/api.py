@@ -52,7 +52,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Box:
-    """A real vector; `low` and `high` bound every component (infinite when unbounded)."""
+    """A real vector; `low` and `high` bound every component (infinite when unbounded; actions never are)."""
 
     size: int
     low: float = -np.inf
@@ -112,6 +112,13 @@ class Env(Protocol):
     def task_features(self, task: PyTree) -> jax.Array:
         """The hidden task as a vector. Only privileged critics and reference agents may look at it."""
         ...
+
+
+def centre_and_half(action: Box) -> tuple[float, float]:
+    """Middle and half width of a bounded space of actions: centre + half · u is in it for u in [−1, 1]."""
+    if not (np.isfinite(action.low) and np.isfinite(action.high) and action.low < action.high):
+        raise UserError(f"actions must have finite bounds, low < high, got {action}")
+    return (action.low + action.high) / 2, (action.high - action.low) / 2
 
 
 def check_split(split: str) -> Split:

@@ -1,10 +1,12 @@
 """Action distributions, and the policy network: transformer + actor head."""
 
+from dataclasses import field
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from safeicrl.envs.api import Discrete, EnvSpec, Key, record
+from safeicrl.envs.api import Discrete, EnvSpec, Key, centre_and_half, record, replace
 from safeicrl.nets.layers import MLP, Linear
 from safeicrl.nets.transformer import NetConfig, Transformer
 
@@ -50,28 +52,36 @@ class Categorical:
 
 @record
 class TanhNormal:
-    """tanh of a diagonal Gaussian: actions in (−1, 1)."""
+    """tanh of a diagonal Gaussian, moved from (−1, 1) to the environment's own range of actions.
+
+    What others see of an action (the environment, tokens, critics, log-densities) is in the environment's units.
+    """
 
     mean: jax.Array  # [..., action]
     log_std: jax.Array  # [..., action]
+    centre: float = field(default=0.0, metadata={"static": True})  # of the range ...
+    half: float = field(default=1.0, metadata={"static": True})  # ... and half its width
 
     def sample(self, key: Key) -> jax.Array:
         """Draw actions, differentiable in the parameters."""
         noise = jax.random.normal(key, self.mean.shape)
-        return jnp.tanh(self.mean + jnp.exp(self.log_std) * noise) * EDGE
+        return self._move(jnp.tanh(self.mean + jnp.exp(self.log_std) * noise))
 
     def mode(self) -> jax.Array:
         """The squashed mean."""
-        return jnp.tanh(self.mean) * EDGE
+        return self._move(jnp.tanh(self.mean))
+
+    def _move(self, unit: jax.Array) -> jax.Array:
+        return self.centre + self.half * (unit * EDGE)
 
     def log_prob(self, action: jax.Array) -> jax.Array:
         """Log-density of `action`, [...]."""
-        raw = jnp.arctanh(jnp.clip(action, -EDGE, EDGE))
+        raw = jnp.arctanh(jnp.clip((action - self.centre) / self.half, -EDGE, EDGE))
         z = (raw - self.mean) * jnp.exp(-self.log_std)
         normal = -0.5 * z**2 - self.log_std - 0.5 * jnp.log(2 * jnp.pi)
         # log(1 − tanh²(raw)), without cancellation
         squash = 2 * (jnp.log(2.0) - raw - jax.nn.softplus(-2 * raw))
-        return (normal - squash).sum(-1)
+        return (normal - squash - jnp.log(self.half)).sum(-1)
 
     def entropy(self) -> jax.Array:
         """Entropy of the Gaussian before tanh: a bound that keeps the spread open, not the exact value."""
@@ -79,11 +89,11 @@ class TanhNormal:
 
     def tempered(self, temperature: float) -> "TanhNormal":
         """The Gaussian with its standard deviation scaled by √temperature."""
-        return TanhNormal(mean=self.mean, log_std=self.log_std + 0.5 * jnp.log(temperature))
+        return replace(self, log_std=self.log_std + 0.5 * jnp.log(temperature))
 
     def explored(self, epsilon: jax.Array) -> "TanhNormal":
         """A standard deviation of at least ε."""
-        return TanhNormal(mean=self.mean, log_std=jnp.maximum(self.log_std, jnp.log(epsilon)))
+        return replace(self, log_std=jnp.maximum(self.log_std, jnp.log(epsilon)))
 
 
 Distribution = Categorical | TanhNormal
@@ -97,19 +107,25 @@ class PolicyNet(eqx.Module):
 
     def __init__(self, config: NetConfig, spec: EnvSpec, key: Key):
         trunk, actor = jax.random.split(key)
-        outputs = spec.action.n if isinstance(spec.action, Discrete) else 2 * spec.action.size
+        if isinstance(spec.action, Discrete):
+            outputs = spec.action.n
+        else:
+            outputs = 2 * spec.action.size
+            centre_and_half(spec.action)  # refuses an unbounded range before anything is compiled
         self.trunk = Transformer(config, spec, trunk)
         # A small last layer: the first policy is nearly uniform whatever the history.
         self.actor = MLP(config.width, config.width, outputs, actor, scale=0.01)
 
     def distribution(self, features: jax.Array, actor: MLP | None = None) -> Distribution:
         """π(· | history) from the transformer's features, any leading shape; by another `actor` if given."""
-        out = (actor or self.actor).read_out(features)
-        if isinstance(self.trunk.spec.action, Discrete):
+        out, space = (actor or self.actor).read_out(features), self.trunk.spec.action
+        if isinstance(space, Discrete):
             return Categorical(logits=out)
         mean, spread = jnp.split(out, 2, -1)
         low, high = LOG_STD
-        return TanhNormal(mean=mean, log_std=low + (high - low) * jax.nn.sigmoid(spread + 1.0))
+        centre, half = centre_and_half(space)
+        log_std = low + (high - low) * jax.nn.sigmoid(spread + 1.0)
+        return TanhNormal(mean=mean, log_std=log_std, centre=centre, half=half)
 
 
 class Critic(eqx.Module):

@@ -12,7 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from safeicrl.envs.api import Box, Discrete, EnvSpec, Grid, Key, record
+from safeicrl.envs.api import Box, Discrete, EnvSpec, Grid, Key, centre_and_half, record
 from safeicrl.errors import UserError, check_integer
 from safeicrl.nets.attention import attend, attend_step
 from safeicrl.nets.layers import MLP, LayerNorm, Linear
@@ -26,12 +26,10 @@ TIME_WAVES = 3  # sine/cosine pairs of the time in the episode
 class NetConfig:
     """Sizes of the network; the defaults are the paper's."""
 
-    width: int = 64
-    layers: int = 4
-    heads: int = 8
-    groups: int | None = (
-        None  # keys and values, each shared by heads / groups heads; None: one a head, as in the paper
-    )
+    width: int = 64  # of a token's vector
+    layers: int = 4  # blocks of attention and MLP
+    heads: int = 8  # of attention; width must be a multiple
+    groups: int | None = None  # sets of keys and values, each shared by heads / groups heads; None: one a head
     context: int = 1500  # tokens the cache holds; older ones are overwritten
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on a GPU, float32 elsewhere
 
@@ -70,6 +68,9 @@ def featurise(token: Token, spec: EnvSpec) -> jax.Array:
     action = token.action
     if isinstance(spec.action, Discrete):
         action = jax.nn.one_hot(action, spec.action.n)  # −1, no action yet, is all zeros
+    else:  # zeros again at a trial's first token, wherever the middle of the range is
+        centre, half = centre_and_half(spec.action)
+        action = jnp.where(token.first[..., None], 0.0, (action - centre) / half)
     numbers = [
         token.reward,
         token.cost,
