@@ -15,6 +15,7 @@ LAYERS = (
     ("errors", "version", "gym_ids", "files", "signals", "log"),
     ("envs", "nets", "tokens", "results"),
     ("trial", "replay", "returns", "penalty", "agent", "reference", "config", "checkpoint", "histories"),
+    ("decision", "windows"),
     ("optimisers",),
     ("algos",),
     ("train", "evaluate"),

@@ -74,8 +74,17 @@ def _net(card: dict[str, Any], env: Env) -> Agent:
     return NetAgent(net=net)
 
 
+def _decision(card: dict[str, Any], env: Env) -> Agent:
+    from safeicrl.decision import DecisionAgent
+    from safeicrl.nets.decision import DecisionConfig, DecisionNet, unit_scales
+
+    net = DecisionNet(from_plain(DecisionConfig, card["net"], "net"), env.spec, jax.random.key(0))
+    temperature = 1.0 if isinstance(env.spec.action, Discrete) else 0.0
+    return DecisionAgent(net=net, scales=unit_scales(env.spec), temperature=temperature)
+
+
 # A card's "kind" → a function that builds an agent of that form; its arrays are then read from the file.
-KINDS: dict[str, Callable[[dict[str, Any], Env], Agent]] = {"net": _net}
+KINDS: dict[str, Callable[[dict[str, Any], Env], Agent]] = {"net": _net, "decision": _decision}
 
 
 def load_agent(path: Path, card: dict[str, Any]) -> tuple[Env, Agent]:
@@ -129,6 +138,8 @@ class Policy:
         rows = check_integer("batch", batch if batch is not None else budgets.size, 1)
         if budgets.ndim == 1 and len(budgets) != rows:
             raise UserError(f"{len(budgets)} budgets were given for a batch of {rows}")
+        if hasattr(self.agent, "check_budgets"):
+            self.agent.check_budgets(budgets)
         self._trial = _Trial(
             batched=batched,
             budget=usable_budget(jnp.broadcast_to(budgets, (rows,)), self.env.spec),

@@ -243,11 +243,13 @@ def _compile(
     """state → state, metrics [chunk, seed, ...]; donates the state's memory to its successor."""
     is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)  # noqa: E731
     shapes, static = eqx.partition(template, is_shape)
-    update = lambda state: _guarded(algorithm, state)  # noqa: E731
-    if config.seeds > 1:
-        update = eqx.filter_vmap(update)
+    data, rest = eqx.partition(algorithm, eqx.is_array)  # a data set is an argument, not a constant
 
-    def chunk(arrays: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
+    def chunk(arrays: PyTree, data: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
+        update = lambda state: _guarded(eqx.combine(data, rest), state)  # noqa: E731
+        if config.seeds > 1:
+            update = eqx.filter_vmap(update)
+
         def body(arrays: PyTree, _: None) -> tuple[PyTree, dict[str, jax.Array]]:
             state, metrics = update(eqx.combine(arrays, static))
             return eqx.filter(state, eqx.is_array), metrics
@@ -256,11 +258,11 @@ def _compile(
 
     begin = time.perf_counter()
     terminal.say(f"compiling for {jax.devices()[0].device_kind} ...")
-    compiled = jax.jit(chunk, donate_argnums=0).lower(shapes).compile()
+    compiled = jax.jit(chunk, donate_argnums=0).lower(shapes, data).compile()
     terminal.say(f"compiled in {time.perf_counter() - begin:.1f} s")
 
     def step(state: PyTree) -> tuple[PyTree, dict[str, np.ndarray]]:
-        arrays, metrics = compiled(eqx.filter(state, eqx.is_array))
+        arrays, metrics = compiled(eqx.filter(state, eqx.is_array), data)
         host = {name: np.asarray(value) for name, value in jax.device_get(metrics).items()}
         if config.seeds == 1:
             host = {name: value[:, None] for name, value in host.items()}
@@ -276,10 +278,11 @@ def _guarded(algorithm: Algorithm, state: PyTree) -> tuple[PyTree, dict[str, jax
     judged by itself.
     """
     new, metrics = algorithm.update(state)
-    missing = [name for name in METRICS if name not in metrics]
+    required = getattr(algorithm, "metrics", METRICS)
+    missing = [name for name in required if name not in metrics]
     if missing:
         raise TypeError(f"{type(algorithm).__name__}.update reports no {missing[0]!r}")
-    checked = [x for name, x in metrics.items() if name in METRICS or "loss" in name or "grad" in name]
+    checked = [x for name, x in metrics.items() if name in required or "loss" in name or "grad" in name]
     floats = [x for x in jax.tree.leaves((new, checked)) if eqx.is_inexact_array(x)]
     finite = jnp.stack([jnp.isfinite(x).all() for x in floats]).all()
     # a branch is a copy; a select would be one more kernel to compile for every array of the state
@@ -315,8 +318,12 @@ def _account(values: dict[str, np.ndarray], status: Status, config: TrainConfig)
         total = np.where(kept, value, 0.0).sum(axis=0)
         return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
-    means = {name: mean(value) for name, value in values.items() if name not in ("rolled_back", "env_steps")}
-    return {**means, "rolled_back": failed.sum(axis=0), "steps_per_second": steps.sum(axis=0) / status.pace}
+    sums = ("rolled_back", "env_steps", "tokens")
+    means = {name: mean(value) for name, value in values.items() if name not in sums}
+    means["steps_per_second"] = steps.sum(axis=0) / status.pace
+    if "tokens" in values:
+        means["tokens_per_second"] = values["tokens"].sum(axis=0) / status.pace
+    return {**means, "rolled_back": failed.sum(axis=0)}
 
 
 def _log(
@@ -327,7 +334,7 @@ def _log(
         "iteration": status.iteration, "env_steps": status.env_steps, "seconds": round(status.seconds, 3),
     }  # fmt: skip
     means = {name: _finite_mean(value) for name, value in values.items()}
-    means["steps_per_second"] = values["steps_per_second"].sum()
+    means |= {name: value.sum() for name, value in values.items() if name.endswith("_per_second")}
     line |= means
     if config.seeds > 1:
         line |= {f"{name}/seeds": value for name, value in values.items()}
@@ -358,9 +365,20 @@ def _progress(means: dict[str, np.ndarray], status: Status, config: TrainConfig)
     done, left = min(max(shares), 1.0), max(min(lefts), 0.0)
     return done, (
         f"it {status.iteration}  {_short(status.env_steps)} steps  {_short(float(means['steps_per_second']))}/s  "
-        f"ETA {int(left // 60)}:{int(left % 60):02d}  return {means['return']:.3f}  "
-        f"cost {means['cost']:.2f}/{means['budget']:.2f}  over {means['over_budget']:.1%}  λ {means['lambda']:.3g}"
+        f"ETA {int(left // 60)}:{int(left % 60):02d}  {_numbers(means)}"
     )
+
+
+def _numbers(means: dict[str, np.ndarray]) -> str:
+    """The metrics one watches: of an algorithm that plays, or of one that learns from histories."""
+    if "return" in means:
+        return (
+            f"return {means['return']:.3f}  cost {means['cost']:.2f}/{means['budget']:.2f}  "
+            f"over {means['over_budget']:.1%}  λ {means['lambda']:.3g}"
+        )
+    accuracy = f"  accuracy {means['accuracy']:.1%}" if "accuracy" in means else ""
+    tokens = f"  {_short(float(means['tokens_per_second']))} tokens/s" if "tokens_per_second" in means else ""
+    return f"loss {means['loss']:.4g}{accuracy}{tokens}" if "loss" in means else ""
 
 
 def _short(number: float) -> str:

@@ -7,14 +7,18 @@ import jax
 from safeicrl.envs.api import Env, Key, PyTree
 from safeicrl.trial import Agent
 
-# Every update reports these; `train` logs them by these names and refuses an iteration in which one of them,
-# or any metric whose name contains "loss" or "grad", is not finite. Other metrics may be (a share per budget
-# bin is nan when the bin was empty).
+# Every update reports these, or those that the algorithm names in an attribute `metrics` of its own, "env_steps"
+# among them (Safe AD plays no episodes while it learns). `train` logs them by these names and refuses an iteration
+# in which one of them, or any metric whose name contains "loss" or "grad", is not finite. Other metrics may be (a
+# share per budget bin is nan when the bin was empty).
 METRICS = ("env_steps", "return", "cost", "budget", "over_budget", "lambda")
 
 
 class Algorithm(Protocol):
     """One learning algorithm on one environment. Frozen: all that changes is in the train state.
+
+    Where it holds large arrays (a data set), it is a pytree (an Equinox module) itself: then they are arguments of
+    the compiled program and not constants in it.
 
     The train state is a pytree whose array leaves are everything that changes (parameters, optimiser,
     multiplier, normalisers, replay, step counters) and which has a field `key`. Its floating-point leaves are
@@ -38,8 +42,8 @@ class Algorithm(Protocol):
     def update(self, state: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
         """One iteration: collect trials, learn. Metrics are scalars or small vectors, `METRICS` among them.
 
-        "env_steps" counts this iteration's steps; "return", "cost" and "budget" are means over episodes;
-        "over_budget" is the share of episodes over their budget.
+        "env_steps" counts the steps this iteration learned from, played or read; "return", "cost" and "budget" are
+        means over episodes; "over_budget" is the share of episodes over their budget.
         """
         ...
 

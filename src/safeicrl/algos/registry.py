@@ -23,6 +23,7 @@ class Entry:
 
 ALGOS: dict[str, Entry] = {
     "scared": Entry(module="safeicrl.algos.scared", algorithm="Scared", config="ScaredConfig"),
+    "safe-ad": Entry(module="safeicrl.algos.safe_ad", algorithm="SafeAD", config="SafeADConfig"),
 }
 
 

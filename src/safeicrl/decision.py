@@ -1,0 +1,128 @@
+"""Safe AD as an agent: asks its decision transformer for actions that reach a return within a budget."""
+
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from safeicrl.envs.api import Box, Discrete, Grid, Key, PyTree, record, replace
+from safeicrl.errors import UserError
+from safeicrl.nets.decision import DecisionNet, Scales, Steps
+from safeicrl.nets.heads import Categorical
+from safeicrl.tokens import Token
+
+RTG_FLOOR = 0.1  # the least return asked for, as a share of the greatest (paper, "Evaluation Setup")
+
+
+@record
+class Window:
+    """The last steps of each row's trial, from the left; what lies beyond `length` is later, so never seen."""
+
+    steps: Steps  # [row, context, ...]
+    length: jax.Array  # [row] int32
+    start: jax.Array  # [row] int32, where the present episode begins; negative when it began before the window
+
+
+class DecisionAgent(eqx.Module):
+    """Safe AD acting: it reads its whole window anew at every step, exactly as in training.
+
+    Keys and values kept from step to step would not do: when an episode ends, what its steps carry changes from the
+    return and cost that were asked for to those that came of it.
+    """
+
+    net: DecisionNet
+    scales: Scales
+    temperature: float = eqx.field(static=True, default=1.0)  # 0: greedy
+
+    def init(self, tasks: PyTree, rows: int) -> Window:
+        """An empty window."""
+        spec, shape = self.net.spec, (rows, self.net.config.context)
+        seen = (len(spec.observation.sizes), jnp.int32) if isinstance(spec.observation, Grid) else None
+        size, dtype = seen or (spec.observation.size, jnp.float32)  # type: ignore[union-attr]
+        acted = () if isinstance(spec.action, Discrete) else (spec.action.size,)
+        steps = Steps(
+            observation=jnp.zeros((*shape, size), dtype),
+            action=jnp.zeros((*shape, *acted), jnp.float32 if acted else jnp.int32),
+            reward=jnp.zeros(shape),
+            cost=jnp.zeros(shape),
+            rtg=jnp.zeros(shape),
+            ctg=jnp.zeros(shape),
+            time=jnp.zeros(shape, jnp.int32),
+        )
+        return Window(steps=steps, length=jnp.zeros(rows, jnp.int32), start=jnp.zeros(rows, jnp.int32))
+
+    def extend(self, memory: Window, steps: int) -> Window:
+        """The window has its full size from the start."""
+        return memory
+
+    def act(self, memory: Window, token: Token, key: Key) -> tuple[Window, jax.Array, PyTree]:
+        """Note the last step, ask for the next action."""
+        space = self.net.spec.action
+        memory = self.remember(memory, token)
+        out = self.net(memory.steps, self.scales)  # [row, context, out]
+        out = jnp.take_along_axis(out, (memory.length - 1)[:, None, None], axis=1)[:, 0]
+        if isinstance(space, Box):
+            if self.temperature != 0:
+                raise UserError("Safe AD predicts the mean of real-valued actions: it has no temperature")
+            return memory, jnp.clip(out, space.low, space.high), None
+        policy = Categorical(logits=out)
+        action = policy.mode() if self.temperature == 0 else policy.tempered(self.temperature).sample(key)
+        return memory, action, None
+
+    def remember(self, memory: Window, token: Token) -> Window:
+        """The window with the last step completed and the present one, its action still open, at its end."""
+        steps, last = memory.steps, memory.length - 1
+        index = jnp.arange(self.net.config.context)
+        at = index == last[:, None]  # [row, context]
+        steps = replace(
+            steps,
+            action=_put(steps.action, at, token.action),
+            reward=_put(steps.reward, at, token.reward),
+            cost=_put(steps.cost, at, token.cost),
+        )
+        # What an episode left of what was asked is taken off all its steps: then they carry what it really got.
+        left = [jnp.where(at, x, 0).sum(1) for x in (steps.rtg - steps.reward, steps.ctg - steps.cost)]  # [row]
+        ended = token.start[:, None] & (index >= memory.start[:, None])
+        steps = replace(
+            steps,
+            rtg=steps.rtg - jnp.where(ended, left[0][:, None], 0),
+            ctg=steps.ctg - jnp.where(ended, left[1][:, None], 0),
+        )
+        full = memory.length == len(index)
+        steps = jax.tree.map(lambda x: _where(full, jnp.roll(x, -1, axis=1), x), steps)
+        length = jnp.where(token.first, 0, memory.length - full)
+        at = index == length[:, None]
+        steps = replace(
+            steps,
+            observation=_put(steps.observation, at, token.observation),
+            rtg=_put(steps.rtg, at, jnp.where(token.start, self.target(token.ctg), left[0])),
+            ctg=_put(steps.ctg, at, token.ctg),
+            time=_put(steps.time, at, token.time),
+        )
+        return Window(steps=steps, length=length + 1, start=jnp.where(token.start, length, memory.start - full))
+
+    def target(self, budget: jax.Array) -> jax.Array:
+        """The return asked for with a budget: the paper's pairs, as a share of the greatest return in the data."""
+        share = budget / max(self.net.spec.test_budget[1], 1e-6)
+        return self.scales.returns[1] * jnp.clip(share, RTG_FLOOR, 1.0)
+
+    def check_budgets(self, budgets: np.ndarray) -> None:
+        """Warn, once, of budgets that no episode of the data comes near: the network has never met them."""
+        least, most = (float(x) for x in self.scales.costs)
+        if budgets.min() < least or budgets.max() > most:
+            warnings.warn(
+                f"budgets {budgets.min():g} to {budgets.max():g} reach beyond the data of this policy, "
+                f"whose episodes cost {least:g} to {most:g}",
+                stacklevel=2,
+            )
+
+
+def _put(x: jax.Array, at: jax.Array, value: jax.Array) -> jax.Array:
+    """x [row, context, ...] with value [row, ...] where `at` [row, context]."""
+    return jnp.where(at.reshape(at.shape + (1,) * (x.ndim - 2)), value[:, None], x)
+
+
+def _where(rows: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.where(rows.reshape((-1,) + (1,) * (x.ndim - 1)), x, y)
