@@ -70,7 +70,7 @@ def refused(capsys, *args) -> str:
         ("evaluate --agent random --budgets -1 1", "budget"),
         ("evaluate --agent random --tasks 0", "tasks must be"),
         ("plot", "needs results files"),
-        ("plot nothing.npz", "no results file"),
+        ("plot nothing.npz", r"no results file at nothing\.npz$"),
         ("demo --tasks 0", "tasks must be"),
         ("list --all", "unknown option --all"),
     ],

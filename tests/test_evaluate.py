@@ -1,6 +1,7 @@
 """The evaluation protocol on agents whose numbers are known, and results on disk."""
 
 import json
+import re
 
 import equinox as eqx
 import jax
@@ -231,9 +232,20 @@ def test_results_that_are_none(tmp_path):
     np.savez(arrays, returns=np.zeros((2, 3)), costs=np.zeros((2, 2)), lengths=np.zeros(1), budgets=np.zeros(2))
     with pytest.raises(UserError, match="do not fit together"):
         load_results(tmp_path / "a")
-    arrays.unlink()
-    with pytest.raises(UserError, match=r"no results file at .*npz"):
-        load_results(tmp_path / "a")
-    card.write_text("{")
-    with pytest.raises(UserError, match="is no results file"):
-        load_results(tmp_path / "a")
+    save_results(results(), tmp_path / "a")
+    for text in ("{", "[]", '{"meta": 3}'):
+        card.write_text(text)
+        with pytest.raises(UserError, match=r"a\.json is no results file"):
+            load_results(tmp_path / "a")
+
+
+def test_missing_results_are_called_what_the_user_called_them(tmp_path):
+    for name in ("a", "a.npz", "a.json"):
+        with pytest.raises(UserError, match=f"no results file at .*/{re.escape(name)}$"):
+            load_results(tmp_path / name)
+    arrays, card = save_results(results(), tmp_path / "a")
+    card.unlink()
+    with pytest.raises(UserError, match=r"no results file at .*/a\.json"):
+        load_results(card)
+    with pytest.raises(UserError, match=r"a\.npz is half a results file: a\.json is missing"):
+        load_results(arrays)

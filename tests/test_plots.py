@@ -1,5 +1,6 @@
 """Figures, tables and the animation: drawn from files, never blank, with what one must know written on them."""
 
+import io
 import itertools
 import json
 import subprocess
@@ -14,7 +15,7 @@ from rich.console import Console
 from safeicrl import plots
 from safeicrl.animation import Replay, animate, chosen_episodes
 from safeicrl.errors import UserError
-from safeicrl.report import draw_all, group, summary_table
+from safeicrl.report import draw_all, group, seeds_table, summary_table
 from safeicrl.results import Results, save_results
 
 
@@ -160,13 +161,59 @@ def test_nothing_to_draw(tmp_path):
         draw_all([tmp_path], tmp_path)
 
 
+def shown(table) -> str:
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(table)
+    return console.export_text()
+
+
 def test_the_table_fits_a_terminal():
-    console = Console(width=80, record=True)
-    console.print(summary_table([results("agent"), results("explorer"), results("planner"), results("random")]))
-    text = console.export_text()
-    for words in ("total return of 12", "over budget", "δ 1–2", "δ 8–10", "planner"):
+    field = [results(name, episodes=50) for name in ("safe-dark-room", "explorer", "planner", "random")]
+    text = shown(summary_table(field))
+    for words in ("total return of 50", "over budget", "δ 1–2", "δ 8–10"):
         assert words in text
+    (header,) = [line for line in text.splitlines() if "safe-dark-room" in line]  # in one piece, beside the others
+    assert header.split() == ["safe-dark-room", "explorer", "planner", "random"]
     assert "…" not in text
+
+
+@pytest.mark.parametrize(
+    ("episodes", "name"), [(50, "last ten"), (30, "last ten"), (15, "last five"), (4, "last episode")]
+)
+def test_the_last_episodes_of_a_short_trial_are_fewer(episodes, name):
+    one = results(episodes=episodes)
+    last = {"last ten": 10, "last five": 5, "last episode": 1}[name]
+    line = next(line for line in shown(summary_table([one])).splitlines() if f"return, {name}" in line)
+    assert line.split()[-1] == f"{one.returns[:, -last:].mean():.3f}"
+
+
+def test_a_budget_nobody_had_is_a_dash():
+    one = results()
+    some = Results(
+        returns=one.returns, costs=one.costs, lengths=one.lengths, budgets=np.full(40, 3.0), meta=one.meta
+    )
+    text = shown(summary_table([some]))
+    assert "nan" not in text
+    assert [line.split()[-1] for line in text.splitlines() if "δ 1–2" in line] == ["–"]
+    drawn = plots.by_budget(group([some])).axes[0].lines[0].get_xydata()
+    assert drawn.shape == (1, 2)
+    assert np.isfinite(drawn).all()
+
+
+def test_seeds_are_rows_with_their_mean_and_standard_error():
+    seeds = {f"seed {seed}": results("mine", seed=seed, episodes=50) for seed in (0, 2, 10)}
+    rows = {line.split("  ")[0].strip(): line for line in shown(seeds_table(seeds)).splitlines()}
+    totals = [one.returns.sum(1).mean() for one in seeds.values()]
+    for name, total in zip(seeds, totals, strict=True):
+        assert f"{total:.2f}" in rows[name]
+    assert f"{np.mean(totals):.2f} ± {np.std(totals, ddof=1) / np.sqrt(3):.2f}" in rows["mean ± s.e."]
+
+
+def test_results_that_are_no_seeds_of_one_agent():
+    with pytest.raises(UserError, match="'mine' differ in their episodes: 12 and 5"):
+        group([results("mine"), results("mine", episodes=5)])
+    with pytest.raises(UserError, match="differ in their budget range"):
+        group([results("mine"), results("mine", budget_range=[1, 4])])
 
 
 def test_the_animation_moves(tmp_path):

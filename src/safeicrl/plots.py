@@ -127,7 +127,10 @@ def training(runs: Sequence[tuple[str, list[dict[str, Any]], str]]) -> Figure:
         if len(runs) > 1:
             _label_lines(axis, lines)
     figure.suptitle(
-        "lines: training tasks · dots: frozen, on unseen tasks (return: last ten)", fontsize=8, x=0.02, ha="left"
+        "lines: training tasks · dots: frozen, on unseen tasks (return: of a trial's last episodes)",
+        fontsize=8,
+        x=0.02,
+        ha="left",
     )
     _write_corner(figure, " · ".join(command for _, _, command in runs if command))
     return figure

@@ -1,34 +1,73 @@
 """Tables and figures from files on disk: results, training logs. Never imports jax."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 from rich import box
 from rich.table import Table
 
 from safeicrl.errors import UserError
 from safeicrl.log import read_metrics
-from safeicrl.results import Results, load_results, summarise
+from safeicrl.results import Results, Summary, load_results, standard_error, summarise
 
 
 def summary_table(results: Sequence[Results], title: str | None = None) -> Table:
-    """One column an agent: total return, the last ten episodes, shares over budget, total return by budget."""
+    """One column an agent: total return, the last episodes, shares over budget, total return by budget."""
     summaries = [summarise(result) for result in results]
     first = summaries[0]
-    title = title or f"{first.tasks} unseen tasks, {first.episodes} episodes each"
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    table = _table(title or _protocol(first))
     table.add_column("", no_wrap=True)
     for result in results:
         table.add_column(result.label, justify="right", overflow="fold")
     row = lambda name, form: table.add_row(name, *(form(summary) for summary in summaries))  # noqa: E731
     row(f"total return of {first.episodes}", lambda s: f"{s.total_return:.2f} ± {s.total_return_error:.2f}")
-    row("return, last ten", lambda s: f"{s.last_return:.3f}")
+    row(f"return, {first.last_name}", lambda s: f"{s.last_return:.3f}")
     row("over budget", lambda s: f"{s.over_budget:.2%}")
-    row("over budget, last ten", lambda s: f"{s.over_budget_last:.2%}")
+    row(f"over, {first.last_name}", lambda s: f"{s.over_budget_last:.2%}")
     if all(summary.by_budget.keys() == first.by_budget.keys() for summary in summaries):
         for name in first.by_budget:
-            row(f"total return, δ {name}", lambda s, name=name: f"{s.by_budget[name]:.1f}")
+            row(f"total, δ {name}", lambda s, name=name: _number(s.by_budget[name]))
     return table
+
+
+def seeds_table(results: Mapping[str, Results]) -> Table:
+    """One row a seed of one agent, and the mean over seeds with its standard error."""
+    summaries = [summarise(result) for result in results.values()]
+    first = summaries[0]
+    table = _table(f"{next(iter(results.values())).label}: {_protocol(first)}")
+    table.add_column("", no_wrap=True)
+    columns = {
+        f"total of {first.episodes}": (lambda s: s.total_return, "{:.2f}"),
+        first.last_name: (lambda s: s.last_return, "{:.3f}"),
+        "over budget": (lambda s: s.over_budget, "{:.2%}"),
+        f"over, {first.last_name}": (lambda s: s.over_budget_last, "{:.2%}"),
+    }
+    for name in columns:
+        table.add_column(name, justify="right")
+    for name, summary in zip(results, summaries, strict=True):
+        table.add_row(name, *(form.format(value(summary)) for value, form in columns.values()))
+    means = []
+    for value, form in columns.values():
+        values = np.array([value(summary) for summary in summaries])
+        means.append(f"{form.format(values.mean())} ± {form.format(standard_error(values))}")
+    table.add_section()
+    table.add_row("mean ± s.e.", *means)
+    return table
+
+
+def _table(title: str) -> Table:
+    """Narrow enough for four agents in 80 columns."""
+    padding = (0, 1, 0, 0)  # top, right, bottom, left
+    return Table(title=title, min_width=len(title), box=box.SIMPLE_HEAD, title_justify="left", padding=padding)
+
+
+def _protocol(summary: Summary) -> str:
+    return f"{summary.tasks} unseen tasks, {summary.episodes} episodes each"
+
+
+def _number(value: float) -> str:
+    return f"{value:.1f}" if np.isfinite(value) else "–"  # no task had such a budget
 
 
 def draw_all(files: Sequence[Path], out: Path, extension: str = "png") -> list[Path]:
@@ -60,5 +99,12 @@ def group(results: Sequence[Results]) -> dict[str, list[Results]]:
     """Results by label; several of one label are seeds of one agent."""
     groups: dict[str, list[Results]] = {}
     for result in results:
-        groups.setdefault(result.label, []).append(result)
+        seeds = groups.setdefault(result.label, [])
+        seeds.append(result)
+        for name, of in (("episodes", lambda r: r.returns.shape[1]), ("budget range", lambda r: r.budget_range)):
+            if of(result) != of(seeds[0]):
+                raise UserError(
+                    f"results of one label are drawn as seeds of one agent, but those of {result.label!r} "
+                    f"differ in their {name}: {of(seeds[0])} and {of(result)}; evaluate one with another --label"
+                )
     return groups

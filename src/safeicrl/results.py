@@ -14,6 +14,7 @@ from safeicrl.errors import UserError
 from safeicrl.files import atomic_write, read_json, write_json
 
 ARRAYS = ("returns", "costs", "lengths", "budgets")
+NUMBERS = ("none", "episode", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")  # the last …
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,20 +51,30 @@ class Summary:
 
     total_return: float  # summed over the trial's episodes, mean over tasks
     total_return_error: float  # standard error over tasks
-    last_return: float  # mean return of the last ten episodes
+    last_return: float  # mean return of the `last` episodes
     over_budget: float  # share of all episodes
-    over_budget_last: float  # share of the last ten episodes
+    over_budget_last: float  # share of the `last` episodes
     cost: float  # mean episode cost
     by_budget: dict[str, float]  # bin → total return; nan for an empty bin
     over_by_budget: dict[str, float]  # bin → share of episodes over budget
     episodes: int
     tasks: int
+    last: int = 10  # how many episodes "last" are: ten, fewer in a short trial
+
+    @property
+    def last_name(self) -> str:
+        """As in "return, last ten"."""
+        return f"last {NUMBERS[self.last] if self.last < len(NUMBERS) else self.last}"
 
 
-def summarise(results: Results, last: int = 10) -> Summary:
-    """Total return, return of the `last` episodes, shares over budget, and both by budget bin."""
+def summarise(results: Results, last: int | None = None) -> Summary:
+    """Total return, return of the `last` episodes, shares over budget, and both by budget bin.
+
+    `last` is ten by default, and a third of a trial of fewer than thirty episodes.
+    """
     totals = results.returns.sum(axis=1)
     tasks, episodes = results.returns.shape
+    last = last or min(10, max(episodes // 3, 1))
     by_budget, over_by_budget = {}, {}
     for name, rows in budget_bins(results).items():
         by_budget[name] = float(totals[rows].mean()) if rows.any() else float("nan")
@@ -79,6 +90,7 @@ def summarise(results: Results, last: int = 10) -> Summary:
         over_by_budget=over_by_budget,
         episodes=episodes,
         tasks=tasks,
+        last=last,
     )
 
 
@@ -120,19 +132,25 @@ def save_results(results: Results, path: str | Path) -> tuple[Path, Path]:
 def load_results(path: str | Path) -> Results:
     """Read what `save_results` wrote; `path` with or without its extension."""
     stem = _stem(path)
-    meta = read_json(Path(f"{stem}.json"), "results file")
+    arrays, card = Path(f"{stem}.npz"), Path(f"{stem}.json")
+    missing = [file.name for file in (arrays, card) if not file.exists()]
+    if len(missing) == 1 and Path(path).name not in missing:
+        raise UserError(f"{path} is half a results file: {missing[0]} is missing beside it")
+    if missing:
+        raise UserError(f"no results file at {path}")
+    saved = read_json(card, "results file")
+    if not isinstance(saved, dict) or not isinstance(saved.get("meta"), dict):
+        raise UserError(f"{card} is no results file: it has no group 'meta'")
     try:
-        with np.load(f"{stem}.npz", allow_pickle=False) as file:
-            arrays = {name: file[name] for name in ARRAYS}
-        shape = arrays["returns"].shape
-        right = arrays["costs"].shape == arrays["lengths"].shape == shape == (len(arrays["budgets"]), shape[1])
+        with np.load(arrays, allow_pickle=False) as file:
+            values = {name: file[name] for name in ARRAYS}
+        shape = values["returns"].shape
+        right = values["costs"].shape == values["lengths"].shape == shape == (len(values["budgets"]), shape[1])
         if not right:
             raise ValueError("its arrays do not fit together")
-        return Results(meta=meta["meta"], **arrays)
-    except FileNotFoundError:
-        raise UserError(f"no results file at {stem}.npz") from None
+        return Results(meta=saved["meta"], **values)
     except (OSError, ValueError, KeyError, IndexError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{stem}.npz is no results file: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{arrays} is no results file: {str(error).partition(chr(10))[0]}") from None
 
 
 def results_equal(a: Results, b: Results) -> bool:
