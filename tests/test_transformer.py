@@ -44,24 +44,6 @@ def test_step_equals_forward_at_staggered_timesteps(rows):
     np.testing.assert_allclose(stepped[rows.valid], whole[rows.valid], rtol=1e-4, atol=1e-4)
 
 
-def test_heads_that_share_keys_and_values(rows):
-    """A network with 4 heads in 2 groups is the one with 4 groups whose keys and values are the same in pairs."""
-    shared, full = network(heads=4, groups=2), network(heads=4)
-    stepped = step_by_step(shared, rows.token)
-
-    def spread(weight):  # [width, q 4×4 | k 2×4 | v 2×4] → [width, q | k 4×4 | v 4×4]
-        q, kv = weight[:, :16], weight[:, 16:].reshape(16, 2, 2, 4)
-        return jnp.concatenate([q, jnp.repeat(kv, 2, axis=2).reshape(16, 32)], 1)
-
-    arrays = jax.tree.leaves(shared)
-    wide = [a if a.shape == b.shape else spread(a) for a, b in zip(arrays, jax.tree.leaves(full), strict=True)]
-    same = jax.tree.unflatten(jax.tree.structure(full), wide)
-    whole = forward(same, rows.token, rows.trial)
-    np.testing.assert_allclose(forward(shared, rows.token, rows.trial), whole, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(stepped[rows.valid], whole[rows.valid], rtol=1e-4, atol=1e-4)
-    assert shared.init_cache(1, 5).keys[0].shape == (1, 2, 4, 5)
-
-
 def test_step_equals_forward_in_bfloat16(rows):
     net = network(dtype="bfloat16")
     whole, stepped = forward(net, rows.token, rows.trial), step_by_step(net, rows.token)

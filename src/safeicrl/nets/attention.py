@@ -12,10 +12,9 @@ MAX_TRIALS = 8  # trials a row can hold (the separating code is one-hot)
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, trial: jax.Array) -> jax.Array:
-    """Causal attention of whole rows. q: [row, time, head, dim]; trial: [row, time] int. → like q.
+    """Causal attention of whole rows. q, k, v: [row, time, head, dim]; trial: [row, time] int. → like v.
 
-    k, v: [row, time, group, dim]; consecutive heads share the keys and values of a group. Fused cuDNN attention on
-    NVIDIA GPUs in bfloat16, plain block-causal attention everywhere else.
+    Fused cuDNN attention on NVIDIA GPUs in bfloat16, plain block-causal attention everywhere else.
     """
     # Not `lax.platform_dependent`: that traces both branches, and cuDNN's refuses to be traced without a GPU.
     fused = q.dtype == jnp.bfloat16 and jax.default_backend() == "gpu"
@@ -30,8 +29,9 @@ def _attend_fused(q: jax.Array, k: jax.Array, v: jax.Array, trial: jax.Array) ->
     dim, scale = q.shape[-1], q.shape[-1] ** -0.5
     extra = MAX_TRIALS + -dim % 8  # cuDNN takes multiples of eight only
     code = jax.nn.one_hot(trial, extra, dtype=q.dtype)[:, :, None, :]
-    widen = lambda x, gain: jnp.concatenate([x, jnp.broadcast_to(code * gain, (*x.shape[:-1], extra))], -1)  # noqa: E731
-    q, k = widen(q, SEPARATION / scale), widen(k, 1.0)
+    code = jnp.broadcast_to(code, (*q.shape[:-1], extra))
+    q = jnp.concatenate([q, code * (SEPARATION / scale)], -1)
+    k = jnp.concatenate([k, code], -1)
     v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, extra)))
     out = jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, implementation="cudnn")
     return out[..., :dim]
@@ -39,7 +39,6 @@ def _attend_fused(q: jax.Array, k: jax.Array, v: jax.Array, trial: jax.Array) ->
 
 def _attend_blocks(q: jax.Array, k: jax.Array, v: jax.Array, trial: jax.Array) -> jax.Array:
     steps = q.shape[1]
-    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     chunk = max(CHUNK, -(-steps // 12))  # at most a dozen blocks: more would only grow the program
     blocks = []
     for begin in range(0, steps, chunk):
@@ -57,27 +56,24 @@ def _attend_blocks(q: jax.Array, k: jax.Array, v: jax.Array, trial: jax.Array) -
 def attend_step(q: jax.Array, keys: jax.Array, values: jax.Array, age: jax.Array, clock: jax.Array) -> jax.Array:
     """One query a row against its cache, a ring whose newest entry is slot `clock mod slots`. → [row, head, dim]
 
-    q: [row, head, dim]; keys: [row, group, dim, slot]; values: [row, group, slot, dim]; age: [row] int, how many of
+    q: [row, head, dim]; keys: [row, head, dim, slot]; values: [row, head, slot, dim]; age: [row] int, how many of
     the newest slots the row may see; clock: [] int.
     """
-    rows, heads, dim = q.shape
-    groups, slots = keys.shape[1], keys.shape[-1]
+    slots = keys.shape[-1]
     seen = (clock - jnp.arange(slots)) % slots < age[:, None]
-    q = q.reshape(rows, groups, heads // groups, dim)
-    scores = _weigh(q, keys) * dim**-0.5  # [row, group, member, slot]
-    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+    scores = _weigh("bhd,bhdk->bhk", q, keys) * q.shape[-1] ** -0.5
+    scores = jnp.where(seen[:, None], scores, -jnp.inf)
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     weights = (weights / weights.sum(-1, keepdims=True)).astype(values.dtype)
-    return _weigh(weights, values).astype(q.dtype).reshape(rows, heads, dim)
+    return _weigh("bhk,bhkd->bhd", weights, values).astype(q.dtype)
 
 
-def _weigh(vectors: jax.Array, matrix: jax.Array) -> jax.Array:
-    """Each vector of a group times the group's matrix, in float32, by what reads the cache faster (docs/speed.md).
+def _weigh(product: str, vector: jax.Array, matrix: jax.Array) -> jax.Array:
+    """A vector-matrix product a head, in float32, by whichever form reads the cache faster (docs/speed.md).
 
-    vectors: [row, group, member, in]; matrix: [row, group, in, out]. On a GPU multiply-and-sum over an axis that is
-    not innermost: XLA fuses it into one pass at memory speed. On a CPU a matrix product.
+    On a GPU multiply-and-sum over an axis that is not innermost: XLA fuses it into one pass at memory speed. On a
+    CPU a matrix product.
     """
     if jax.default_backend() == "gpu":
-        product = lambda member: (member[..., None] * matrix).astype(jnp.float32).sum(-2)  # noqa: E731
-        return jnp.stack([product(vectors[:, :, i]) for i in range(vectors.shape[2])], 2)
-    return jnp.einsum("bgmi,bgio->bgmo", vectors, matrix, preferred_element_type=jnp.float32)
+        return (vector[..., None] * matrix).astype(jnp.float32).sum(-2)
+    return jnp.einsum(product, vector, matrix, preferred_element_type=jnp.float32)

@@ -29,7 +29,6 @@ class NetConfig:
     width: int = 64  # of a token's vector
     layers: int = 4  # blocks of attention and MLP
     heads: int = 8  # of attention; width must be a multiple
-    groups: int | None = None  # sets of keys and values, each shared by heads / groups heads; None: one a head
     context: int = 1500  # tokens the cache holds; older ones are overwritten
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on a GPU, float32 elsewhere
 
@@ -38,8 +37,6 @@ class NetConfig:
             check_integer(name, getattr(self, name), 1)
         if self.width % self.heads:
             raise UserError(f"width must be a multiple of heads, got width {self.width} and heads {self.heads}")
-        if self.groups is not None and self.heads % check_integer("groups", self.groups, 1):
-            raise UserError(f"heads must be a multiple of groups, got heads {self.heads} and groups {self.groups}")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise UserError(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
 
@@ -54,8 +51,8 @@ class NetConfig:
 class Cache:
     """Keys and values of past tokens, a ring of slots that all rows fill in step."""
 
-    keys: tuple[jax.Array, ...]  # per layer [row, group, dim, slot]
-    values: tuple[jax.Array, ...]  # per layer [row, group, slot, dim]
+    keys: tuple[jax.Array, ...]  # per layer [row, head, dim, slot]
+    values: tuple[jax.Array, ...]  # per layer [row, head, slot, dim]
     clock: jax.Array  # [] int32, tokens read so far; the next goes to slot clock mod slots
     age: jax.Array  # [row] int32, tokens of the row's present trial in the cache
 
@@ -115,23 +112,20 @@ class Block(eqx.Module):
     norm_mlp: LayerNorm
     mlp: MLP
     heads: int = eqx.field(static=True)
-    groups: int = eqx.field(static=True)
 
-    def __init__(self, config: NetConfig, key: Key):
+    def __init__(self, width: int, heads: int, layers: int, key: Key):
         qkv, out, mlp = jax.random.split(key, 3)
-        width, self.heads, self.groups = config.width, config.heads, config.groups or config.heads
-        residual = (2 * config.layers) ** -0.5  # keeps the residual stream's size independent of depth
+        residual = (2 * layers) ** -0.5  # keeps the residual stream's size independent of depth
         self.norm_attention, self.norm_mlp = LayerNorm(width), LayerNorm(width)
-        self.qkv = Linear(width, width + 2 * self.groups * (width // self.heads), qkv, bias=False)
+        self.qkv = Linear(width, 3 * width, qkv, bias=False)
         self.out = Linear(width, width, out, scale=residual)
         self.mlp = MLP(width, 4 * width, width, mlp, scale=residual)
+        self.heads = heads
 
     def split(self, x: jax.Array) -> list[jax.Array]:
-        """Queries [..., head, dim], keys and values [..., group, dim]."""
-        width = x.shape[-1]
-        shared = self.groups * (width // self.heads)
-        parts = jnp.split(self.qkv(self.norm_attention(x)), (width, width + shared), -1)
-        return [part.reshape(*x.shape[:-1], -1, width // self.heads) for part in parts]
+        """Queries, keys and values, each [..., head, dim]."""
+        qkv = self.qkv(self.norm_attention(x))
+        return [part.reshape(*x.shape[:-1], self.heads, -1) for part in jnp.split(qkv, 3, -1)]
 
     def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         """Add the attention's output, then the MLP's."""
@@ -153,7 +147,7 @@ class Transformer(eqx.Module):
         encoder, *blocks = jax.random.split(key, config.layers + 1)
         self.encoder = MLP(feature_size(spec), 2 * config.width, config.width, encoder)
         self.norm_in, self.norm_out = LayerNorm(config.width), LayerNorm(config.width)
-        self.blocks = [Block(config, k) for k in blocks]
+        self.blocks = [Block(config.width, config.heads, config.layers, k) for k in blocks]
         self.config, self.spec = config, spec
 
     def embed(self, token: Token) -> jax.Array:
@@ -170,11 +164,11 @@ class Transformer(eqx.Module):
 
     def init_cache(self, rows: int, slots: int) -> Cache:
         """An empty cache."""
-        groups, dim = self.config.groups or self.config.heads, self.config.width // self.config.heads
+        heads, dim = self.config.heads, self.config.width // self.config.heads
         dtype = self.config.compute_dtype
         return Cache(
-            keys=tuple(jnp.zeros((rows, groups, dim, slots), dtype) for _ in self.blocks),
-            values=tuple(jnp.zeros((rows, groups, slots, dim), dtype) for _ in self.blocks),
+            keys=tuple(jnp.zeros((rows, heads, dim, slots), dtype) for _ in self.blocks),
+            values=tuple(jnp.zeros((rows, heads, slots, dim), dtype) for _ in self.blocks),
             clock=jnp.int32(0),
             age=jnp.zeros(rows, jnp.int32),
         )
