@@ -24,6 +24,7 @@ class Entry:
 ALGOS: dict[str, Entry] = {
     "scared": Entry(module="safeicrl.algos.scared", algorithm="Scared", config="ScaredConfig"),
     "safe-ad": Entry(module="safeicrl.algos.safe_ad", algorithm="SafeAD", config="SafeADConfig"),
+    "ppo-lag": Entry(module="safeicrl.algos.ppo_lag", algorithm="PPOLag", config="PPOLagConfig"),
 }
 
 

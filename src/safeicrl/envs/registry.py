@@ -7,6 +7,7 @@ from typing import Any
 from safeicrl.envs.api import Env
 from safeicrl.envs.dark_mujoco import SafeDarkCar, SafeDarkPoint
 from safeicrl.envs.dark_room import SafeDarkRoom
+from safeicrl.envs.fixed import FixedTask
 from safeicrl.envs.safe_velocity import SafeVelocityAnt, SafeVelocityHalfCheetah
 from safeicrl.errors import UserError, unknown_name
 
@@ -17,6 +18,7 @@ ENVS: dict[str, Callable[..., Env]] = {
     "safe-dark-car": SafeDarkCar,
     "safe-velocity-half-cheetah": SafeVelocityHalfCheetah,
     "safe-velocity-ant": SafeVelocityAnt,
+    "fixed-task": FixedTask,
 }
 
 

@@ -1,0 +1,517 @@
+"""PPO-Lagrangian: an ordinary safe learner for one task with one limit on an episode's mean cost.
+
+Three separate networks (actor, reward critic, cost critic), the clipped objective on (A_r − λ A_c) / (1 + λ), and
+a multiplier λ that follows the mean undiscounted cost of the episodes that ended. `Learner` is one learner as pure
+functions of its state, task and limit, so that `jax.vmap` makes a whole set of learning histories of it
+(collect.py); `PPOLag` is the same learner as the trainer sees it.
+
+On a grid small enough, the networks are evaluated once on all of its cells and everything else looks results up.
+"""
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from safeicrl.envs.api import Box, Discrete, Env, EnvSpec, Grid, Key, PyTree, record, replace
+from safeicrl.errors import UserError, check_integer, check_number
+from safeicrl.nets.heads import Categorical, Distribution, TanhNormal
+from safeicrl.nets.layers import Linear
+from safeicrl.returns import linear_recurrence
+from safeicrl.tokens import Token
+
+TABLE = 1024  # cells up to which a grid is evaluated whole
+ACTOR, REWARD, COST = range(3)  # the networks, along their leading axis
+
+
+@dataclass(frozen=True)
+class PPOLagConfig:
+    """All of PPO-Lagrangian's settings; the cost limit belongs to the task."""
+
+    iterations: int = 200
+    envs: int = 16  # episodes side by side
+    steps: int = 32  # of each in an iteration
+    epochs: int = 4
+    minibatches: int = 4
+    learning_rate: float = 3e-4
+    hidden: tuple[int, ...] = (64, 64)
+    clip: float = 0.2
+    discount: float = 0.99
+    cost_discount: float = 0.99
+    trace: float = 0.95  # λ of GAE, reward and cost
+    entropy: float = 0.01
+    max_grad: float = 1.0
+    multiplier: float = 0.0  # λ at the start
+    multiplier_rate: float = 0.5  # its rise per iteration at a violation of one a step
+    multiplier_cap: float = 10.0  # without one λ would grow for ever where the limit cannot be kept
+    log_std: float = -0.5  # of continuous actions, at the start
+
+    def __post_init__(self) -> None:
+        for name in ("iterations", "envs", "steps", "epochs", "minibatches"):
+            check_integer(name, getattr(self, name), 1)
+        for size in self.hidden:
+            check_integer("hidden", size, 1)
+        for name in ("learning_rate", "clip", "max_grad", "multiplier_cap"):
+            check_number(name, getattr(self, name), 0.0, strict=True)
+        for name in ("entropy", "multiplier", "multiplier_rate"):
+            check_number(name, getattr(self, name), 0.0)
+        check_number("log_std", self.log_std, -10.0)
+        for name in ("discount", "cost_discount", "trace"):
+            if check_number(name, getattr(self, name), 0.0) > 1:
+                raise UserError(f"{name} must be at most 1, got {getattr(self, name)}")
+        if self.multiplier > self.multiplier_cap:
+            raise UserError(f"multiplier {self.multiplier} is above multiplier_cap {self.multiplier_cap}")
+        if self.envs * self.steps % self.minibatches:
+            raise UserError(
+                f"envs · steps ({self.envs * self.steps}) must be a multiple of minibatches ({self.minibatches})"
+            )
+
+
+# -- networks -----------------------------------------------------------------------------------------------
+
+
+class Net(eqx.Module):
+    """Linear → tanh → … → Linear."""
+
+    layers: tuple[Linear, ...]
+
+    def __init__(self, inputs: int, hidden: tuple[int, ...], outputs: int, key: Key):
+        sizes = (inputs, *hidden, outputs)
+        keys = jax.random.split(key, len(sizes) - 1)
+        # A small last layer: the first policy is nearly uniform, the first values nearly 0.
+        scales = [1.0] * len(hidden) + [0.01]
+        pairs = zip(itertools.pairwise(sizes), keys, scales, strict=True)
+        self.layers = tuple(Linear(a, b, key, scale=scale) for (a, b), key, scale in pairs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Apply to the last axis."""
+        for layer in self.layers[:-1]:
+            x = jnp.tanh(layer(x))
+        return self.layers[-1](x)
+
+
+@record
+class Normaliser:
+    """Running mean and variance of the observations."""
+
+    count: jax.Array  # []
+    mean: jax.Array  # [obs]
+    variance: jax.Array  # [obs]
+
+    @staticmethod
+    def start(size: int) -> "Normaliser":
+        """Leaves the first observations as they are."""
+        return Normaliser(count=jnp.float32(0), mean=jnp.zeros(size), variance=jnp.ones(size))
+
+    def __call__(self, observation: jax.Array) -> jax.Array:
+        """Observations with mean 0 and variance 1, cut at ±10."""
+        return jnp.clip((observation - self.mean) * jax.lax.rsqrt(self.variance + 1e-6), -10.0, 10.0)
+
+    def update(self, observations: jax.Array) -> "Normaliser":
+        """With more `observations`, [..., obs], by the parallel formula for moments."""
+        flat = observations.reshape(-1, observations.shape[-1])
+        count = self.count + len(flat)
+        shift = flat.mean(0) - self.mean
+        mean = self.mean + shift * len(flat) / count
+        squares = self.variance * self.count + flat.var(0) * len(flat) + shift**2 * self.count * len(flat) / count
+        return Normaliser(count=count, mean=mean, variance=squares / count)
+
+
+def input_size(spec: EnvSpec) -> int:
+    """Length of what a network is given."""
+    return sum(spec.observation.sizes) if isinstance(spec.observation, Grid) else spec.observation.size
+
+
+def encode(observation: jax.Array, spec: EnvSpec, normaliser: Normaliser | None) -> jax.Array:
+    """What a network is given: each coordinate of a cell as one-hot, or the normalised vector."""
+    if isinstance(spec.observation, Grid):
+        parts = [jax.nn.one_hot(observation[..., i], n) for i, n in enumerate(spec.observation.sizes)]
+        return jnp.concatenate(parts, -1)
+    assert normaliser is not None
+    return normaliser(observation)
+
+
+def distribution(out: jax.Array, log_std: jax.Array | None) -> Distribution:
+    """π from the actor's output."""
+    if log_std is None:
+        return Categorical(logits=out)
+    return TanhNormal(mean=out, log_std=jnp.broadcast_to(log_std, out.shape))
+
+
+class MlpAgent(eqx.Module):
+    """Acts by the actor network on the observation alone, whatever the budget."""
+
+    net: Net
+    log_std: jax.Array | None  # [action], of continuous actions
+    normaliser: Normaliser | None  # of real-valued observations
+    spec: EnvSpec = eqx.field(static=True)
+    temperature: float = eqx.field(static=True, default=1.0)  # 0: greedy
+
+    @classmethod
+    def build(cls, spec: EnvSpec, hidden: tuple[int, ...]) -> "MlpAgent":
+        """An agent of this form, its arrays to be filled in."""
+        outputs, log_std = _outputs(spec)
+        return cls(
+            net=Net(input_size(spec), hidden, outputs, jax.random.key(0)),
+            log_std=log_std,
+            normaliser=_normaliser(spec),
+            spec=spec,
+        )
+
+    def init(self, tasks: PyTree, rows: int) -> None:
+        """No memory."""
+
+    def extend(self, memory: None, steps: int) -> None:
+        """No memory."""
+
+    def act(self, memory: None, token: Token, key: Key) -> tuple[None, jax.Array, PyTree]:
+        """A sampled action, or the most probable one."""
+        policy = distribution(self.net(encode(token.observation, self.spec, self.normaliser)), self.log_std)
+        if self.temperature == 0:
+            return None, policy.mode(), None
+        policy = policy if self.temperature == 1 else policy.tempered(self.temperature)
+        return None, policy.sample(key), None
+
+
+def _outputs(spec: EnvSpec) -> tuple[int, jax.Array | None]:
+    """Length of the actor's output, and an array like log σ where there is one."""
+    if isinstance(spec.action, Discrete):
+        return spec.action.n, None
+    return spec.action.size, jnp.zeros(spec.action.size)
+
+
+def _normaliser(spec: EnvSpec) -> Normaliser | None:
+    return Normaliser.start(spec.observation.size) if isinstance(spec.observation, Box) else None
+
+
+# -- one learner --------------------------------------------------------------------------------------------
+
+
+@record
+class Params:
+    """What is learned by gradient."""
+
+    nets: Net  # [3, ...]: actor, reward critic, cost critic, in one array each for one batched product
+    log_std: jax.Array | None  # [action]
+
+
+@record
+class Worlds:
+    """The episodes under way, [env]."""
+
+    state: PyTree
+    observation: jax.Array  # [env, obs]
+    returns: jax.Array  # [env] of the episode so far
+    costs: jax.Array  # [env]
+
+
+@record
+class LearnerState:
+    """Everything that changes while learning."""
+
+    params: Params
+    optimiser: PyTree
+    normaliser: Normaliser | None
+    scale: jax.Array  # [2] running root mean square of the reward and cost critics' targets
+    multiplier: jax.Array  # [] λ
+    recent: jax.Array  # [3] mean return, cost and share over the limit of the last iteration with an episode's end
+    worlds: Worlds
+    key: Key
+
+
+@record
+class Rollout:
+    """An iteration's steps, [time, env, ...]."""
+
+    observation: jax.Array  # before the action
+    action: jax.Array
+    reward: jax.Array
+    cost: jax.Array
+    terminated: jax.Array
+    truncated: jax.Array
+    final_observation: jax.Array  # what the step led to, before any reset
+    log_prob: jax.Array
+    returns: jax.Array  # of the episode so far, this step included
+    costs: jax.Array
+
+    @property
+    def done(self) -> jax.Array:
+        """An episode ended with this step."""
+        return self.terminated | self.truncated
+
+
+@record
+class Batch:
+    """Steps to learn from, [step, ...]."""
+
+    index: jax.Array  # cell, where the grid is evaluated whole; else unused
+    observation: jax.Array
+    action: jax.Array
+    log_prob: jax.Array
+    advantage: jax.Array  # (A_r − λ A_c) / (1 + λ)
+    targets: jax.Array  # [step, 2] of the critics, in units of `scale`
+
+
+class Learner:
+    """PPO-Lagrangian on one task under one limit, as pure functions of its state."""
+
+    def __init__(self, env: Env, config: PPOLagConfig):
+        self.env, self.spec, self.config = env, env.spec, config
+        self.optimiser = optax.chain(
+            optax.clip_by_global_norm(config.max_grad), optax.adam(config.learning_rate, eps=1e-5)
+        )
+        grid = self.spec.observation
+        cells = int(np.prod(grid.sizes)) if isinstance(grid, Grid) else 0
+        self.cells = np.indices(grid.sizes).reshape(len(grid.sizes), -1).T if 0 < cells <= TABLE else None  # type: ignore[union-attr]
+
+    def init(self, key: Key, task: PyTree) -> LearnerState:
+        """Fresh networks, and the first episodes' starts."""
+        config, (net_key, reset_key, key) = self.config, jax.random.split(key, 3)
+        outputs, log_std = _outputs(self.spec)
+        make = lambda k: Net(input_size(self.spec), config.hidden, outputs, k)  # noqa: E731
+        params = Params(
+            nets=eqx.filter_vmap(make)(jax.random.split(net_key, 3)),
+            log_std=None if log_std is None else jnp.full_like(log_std, config.log_std),
+        )
+        state, observation = jax.vmap(self.env.reset, (0, None))(jax.random.split(reset_key, config.envs), task)
+        zeros = jnp.zeros(config.envs)
+        return LearnerState(
+            params=params,
+            optimiser=self.optimiser.init(params),
+            normaliser=_normaliser(self.spec),
+            scale=jnp.ones(2),
+            multiplier=jnp.float32(config.multiplier),
+            recent=jnp.zeros(3),
+            worlds=Worlds(state=state, observation=observation, returns=zeros, costs=zeros),
+            key=key,
+        )
+
+    def agent(self, state: LearnerState) -> MlpAgent:
+        """The policy, sampled."""
+        actor = jax.tree.map(lambda x: x[ACTOR], state.params.nets)
+        return MlpAgent(net=actor, log_std=state.params.log_std, normaliser=state.normaliser, spec=self.spec)
+
+    def iterate(
+        self, state: LearnerState, task: PyTree, limit: jax.Array
+    ) -> tuple[LearnerState, Rollout, dict[str, jax.Array]]:
+        """One iteration: play, move λ, improve the policy. Also returns what was played."""
+        key, play_key, learn_key = jax.random.split(state.key, 3)
+        # Full precision also where the hardware would rather not: the networks are tiny, ratios near 1 are not.
+        with jax.default_matmul_precision("highest"):
+            worlds, played = self.play(state, task, play_key)
+            recent, ended = summarise_ends(played, limit, state.recent)
+            multiplier = self.move(state.multiplier, recent[1], limit, ended)
+            batch, scale = self.prepare(replace(state, multiplier=multiplier), played)
+            params, optimiser, metrics = self.learn(state, batch, learn_key)
+        normaliser = state.normaliser
+        if normaliser is not None:  # after learning: an iteration acts and learns with one and the same
+            normaliser = normaliser.update(played.observation)
+        state = LearnerState(
+            params=params, optimiser=optimiser, normaliser=normaliser, scale=scale, multiplier=multiplier,
+            recent=recent, worlds=worlds, key=key,
+        )  # fmt: skip
+        metrics |= {
+            "env_steps": jnp.float32(played.reward.size),
+            "return": recent[0],
+            "cost": recent[1],
+            "over_budget": recent[2],
+            "budget": jnp.asarray(limit, jnp.float32),
+            "lambda": multiplier,
+            "episodes": ended,
+        }
+        return state, played, metrics
+
+    def move(self, multiplier: jax.Array, cost: jax.Array, limit: jax.Array, ended: jax.Array) -> jax.Array:
+        """λ up by the violation, down by the slack, within [0, cap]; as it was when no episode ended."""
+        violation = jnp.where(ended > 0, cost - limit, 0.0) / self.spec.max_steps
+        return jnp.clip(multiplier + self.config.multiplier_rate * violation, 0.0, self.config.multiplier_cap)
+
+    def play(self, state: LearnerState, task: PyTree, key: Key) -> tuple[Worlds, Rollout]:
+        """Every episode goes on for `steps` steps; where one ends, the next begins."""
+        envs, params = self.config.envs, state.params
+        actor = jax.tree.map(lambda x: x[ACTOR], params.nets)
+        table = None if self.cells is None else actor(encode(jnp.asarray(self.cells), self.spec, None))
+
+        def policy(observation: jax.Array) -> Distribution:
+            if table is not None:
+                return distribution(
+                    table[self.cell(observation)], None if params.log_std is None else params.log_std
+                )
+            return distribution(actor(encode(observation, self.spec, state.normaliser)), params.log_std)
+
+        def step(worlds: Worlds, key: Key) -> tuple[Worlds, Rollout]:
+            act_key, step_key, reset_key = jax.random.split(key, 3)
+            pi = policy(worlds.observation)
+            action = pi.sample(act_key)
+            keys = jax.random.split(step_key, envs)
+            new, out = jax.vmap(self.env.step, (0, 0, 0, None))(keys, worlds.state, action, task)
+            fresh, first = jax.vmap(self.env.reset, (0, None))(jax.random.split(reset_key, envs), task)
+            returns, costs = worlds.returns + out.reward, worlds.costs + out.cost
+            played = Rollout(
+                observation=worlds.observation, action=action, reward=out.reward, cost=out.cost,
+                terminated=out.terminated, truncated=out.truncated, final_observation=out.observation,
+                log_prob=pi.log_prob(action), returns=returns, costs=costs,
+            )  # fmt: skip
+            after = Worlds(state=new, observation=out.observation, returns=returns, costs=costs)
+            begin = Worlds(state=fresh, observation=first, returns=jnp.zeros(envs), costs=jnp.zeros(envs))
+            return jax.tree.map(lambda a, b: _where(played.done, a, b), begin, after), played
+
+        return jax.lax.scan(step, state.worlds, jax.random.split(key, self.config.steps))
+
+    def cell(self, observation: jax.Array) -> jax.Array:
+        """The flat number of a cell."""
+        assert isinstance(self.spec.observation, Grid)
+        sizes = self.spec.observation.sizes
+        strides = np.cumprod((1, *sizes[:0:-1]))[::-1]
+        return (observation * jnp.asarray(strides, jnp.int32)).sum(-1)
+
+    def prepare(self, state: LearnerState, played: Rollout) -> tuple[Batch, jax.Array]:
+        """Advantages and targets of every step, and the critics' new scale."""
+        config = self.config
+        values = self.values(state, played.observation)  # [2, time, env]
+        ahead = self.values(state, played.final_observation)
+        discount = jnp.array([config.discount, config.cost_discount])[:, None, None]
+        signal = jnp.stack([played.reward, played.cost])
+        # A truncated episode would have gone on: its last step is worth what the true final observation is.
+        error = signal + discount * ~played.terminated * ahead - values
+        decay = jnp.broadcast_to(discount * config.trace * ~played.done, error.shape)
+        last = lambda x: jnp.moveaxis(x, 1, -1)  # noqa: E731  (time last, as the recurrence wants it)
+        advantages = jnp.moveaxis(linear_recurrence(last(decay), last(error)), -1, 1)
+        targets = values + advantages
+
+        reward, cost = (x - x.mean() for x in advantages)
+        reward = reward / (reward.std() + 1e-3 * state.scale[0])
+        advantage = (reward - state.multiplier * cost) / (1 + state.multiplier)
+        rms = jnp.sqrt((targets**2).mean((1, 2)))
+        flat = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
+        index = jnp.zeros_like(played.reward, jnp.int32) if self.cells is None else self.cell(played.observation)
+        batch = Batch(
+            index=flat(index), observation=flat(played.observation), action=flat(played.action),
+            log_prob=flat(played.log_prob), advantage=flat(advantage),
+            targets=flat(jnp.moveaxis(targets / state.scale[:, None, None], 0, -1)),
+        )  # fmt: skip
+        return batch, 0.95 * state.scale + 0.05 * jnp.maximum(rms, 1e-2)
+
+    def values(self, state: LearnerState, observation: jax.Array) -> jax.Array:
+        """What the critics say, [2, ...]."""
+        critics = jax.tree.map(lambda x: x[REWARD:], state.params.nets)
+        scale = state.scale[:, *[None] * (observation.ndim - 1)]
+        if self.cells is None:
+            return (
+                eqx.filter_vmap(lambda net, x: net(x)[..., 0], in_axes=(0, None))(
+                    critics, encode(observation, self.spec, state.normaliser)
+                )
+                * scale
+            )
+        inputs = encode(jnp.asarray(self.cells), self.spec, None)
+        table = eqx.filter_vmap(lambda net, x: net(x)[..., 0], in_axes=(0, None))(critics, inputs)
+        return table[:, self.cell(observation)] * scale
+
+    def learn(self, state: LearnerState, batch: Batch, key: Key) -> tuple[Params, PyTree, dict[str, jax.Array]]:
+        """Epochs of clipped updates on minibatches."""
+        config = self.config
+
+        def minibatch(carry: tuple, rows: jax.Array) -> tuple:
+            params, optimiser = carry
+            part = jax.tree.map(lambda x: x[rows], batch)
+            loss = lambda p: self.loss(p, part, state.normaliser)  # noqa: E731
+            grads, metrics = jax.grad(loss, has_aux=True)(params)
+            updates, optimiser = self.optimiser.update(grads, optimiser, params)
+            metrics["grad_norm"] = optax.tree.norm(grads)
+            return (optax.apply_updates(params, updates), optimiser), metrics
+
+        order = jax.vmap(lambda k: jax.random.permutation(k, len(batch.action)))(
+            jax.random.split(key, config.epochs)
+        )
+        carry = (state.params, state.optimiser)
+        order = order.reshape(config.epochs * config.minibatches, -1)
+        (params, optimiser), metrics = jax.lax.scan(minibatch, carry, order)  # type: ignore[var-annotated]
+        return params, optimiser, jax.tree.map(lambda x: x.mean(0), metrics)
+
+    def loss(self, params: Params, batch: Batch, normaliser: Normaliser | None) -> tuple:
+        """Clipped surrogate + value errors − entropy, over the steps of the batch."""
+        run = eqx.filter_vmap(lambda net, x: net(x), in_axes=(0, None))
+        if self.cells is None:
+            out = run(params.nets, encode(batch.observation, self.spec, normaliser))  # [3, step, out]
+        else:
+            table = run(params.nets, encode(jnp.asarray(self.cells), self.spec, None))  # [3, cell, out]
+            # A product instead of a gather: its gradient is one too, where a scatter is slow and, on a GPU, random.
+            out = jax.nn.one_hot(batch.index, len(self.cells)) @ table
+        policy = distribution(out[ACTOR], params.log_std)
+        ratio = jnp.exp(policy.log_prob(batch.action) - batch.log_prob)
+        clipped = jnp.clip(ratio, 1 - self.config.clip, 1 + self.config.clip)
+        actor = -jnp.minimum(ratio * batch.advantage, clipped * batch.advantage).mean()
+        critics = ((out[REWARD:, :, 0].T - batch.targets) ** 2).mean(0)
+        entropy = policy.entropy().mean()
+        metrics = {
+            "actor_loss": actor,
+            "reward_critic_loss": critics[0],
+            "cost_critic_loss": critics[1],
+            "entropy": entropy,
+            "clipped": (jnp.abs(ratio - 1) > self.config.clip).mean(),
+            "kl": (ratio - 1 - jnp.log(ratio)).mean(),
+        }
+        return actor + 0.5 * critics.sum() - self.config.entropy * entropy, metrics
+
+
+def summarise_ends(played: Rollout, limit: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Mean return, cost and share over the limit of the episodes that ended, [3], and how many did.
+
+    When none did, it is as `before`.
+    """
+    ended = played.done.sum()
+    values = jnp.stack([played.returns, played.costs, played.costs > limit * (1 + 1e-6) + 1e-6])
+    means = jnp.where(played.done, values, 0.0).sum((1, 2)) / jnp.maximum(ended, 1)
+    return jnp.where(ended > 0, means, before), ended
+
+
+def _where(choose: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.where(choose.reshape(choose.shape + (1,) * (a.ndim - choose.ndim)), a, b)
+
+
+# -- as the trainer sees it ---------------------------------------------------------------------------------
+
+
+class PPOLag:
+    """The learner on a `FixedTask`, or on any environment with one task and one budget."""
+
+    def __init__(self, env: Env, config: PPOLagConfig):
+        low, high = env.spec.train_budget
+        if low != high:
+            raise UserError(
+                f"ppo-lag learns one task under one cost limit, {type(env).__name__} has budgets from {low} to "
+                f"{high}: make it a FixedTask"
+            )
+        self.env, self.config, self.limit = env, config, float(low)
+        self.learner = Learner(env, config)
+
+    @property
+    def task(self) -> PyTree:
+        """The one task."""
+        return self.env.sample_task(jax.random.key(0), "train")
+
+    def init(self, key: Key) -> LearnerState:
+        """A new state."""
+        return self.learner.init(key, self.task)
+
+    def update(self, state: LearnerState) -> tuple[LearnerState, dict[str, jax.Array]]:
+        """One iteration."""
+        state, _, metrics = self.learner.iterate(state, self.task, jnp.float32(self.limit))
+        return state, metrics
+
+    def start_from(self, state: LearnerState, other: LearnerState) -> LearnerState:
+        """A new run's state with another run's networks, and the scales they work in."""
+        return replace(state, params=other.params, normaliser=other.normaliser, scale=other.scale)
+
+    def agent(self, state: LearnerState) -> MlpAgent:
+        """The policy, sampled."""
+        return self.learner.agent(state)
+
+    def card(self) -> dict[str, Any]:
+        """What rebuilds the policy around its arrays."""
+        return {"kind": "mlp", "hidden": list(self.config.hidden)}

@@ -1,0 +1,245 @@
+"""Learning histories of PPO-Lagrangian: every task learned from scratch under every cost limit, each step kept.
+
+All learners of a group run in one vmapped program, a chunk of iterations a call. A group is written when it is
+complete (histories.py); started again with the same settings, a collection goes on after the last whole group.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from safeicrl.algos.ppo_lag import Learner, PPOLagConfig, Rollout
+from safeicrl.envs.api import Discrete, Env, Grid, PyTree, Split, check_split
+from safeicrl.errors import UserError, check_budget, check_integer
+from safeicrl.evaluate import describe_env, surroundings
+from safeicrl.histories import STEPWISE, TRUNCATED, Histories, HistoryWriter, open_histories
+from safeicrl.log import Terminal
+from safeicrl.signals import StopRequest
+
+CHUNK = 10  # iterations, about, in one call of the jitted program
+WINDOW = 0.05  # share of a history that the table means by its start, middle and end
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectConfig:
+    """What to collect: `tasks` × `limits` histories of `steps` steps."""
+
+    tasks: int = 27
+    limits: tuple[float, ...] = (0.0, 2.5, 5.0)
+    steps: int = 50_000  # of each history
+    split: Split = "train"
+    seed: int = 0
+    group: int = 27  # learners side by side in one program, written together
+    learner: PPOLagConfig = field(default_factory=PPOLagConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("tasks", "steps", "group"):
+            check_integer(name, getattr(self, name), 1)
+        check_integer("seed", self.seed, 0)
+        check_split(self.split)
+        if not self.limits:
+            raise UserError("limits must name at least one cost limit")
+        check_budget(self.limits)
+
+    @property
+    def histories(self) -> int:
+        """How many there will be."""
+        return self.tasks * len(self.limits)
+
+
+def default_config(env: Env) -> CollectConfig:
+    """The paper's 4M steps of a room; 2M steps at limit 0 elsewhere. Both learn all through their histories."""
+    if isinstance(env.spec.observation, Grid):
+        learner = PPOLagConfig(epochs=1, learning_rate=3e-4, multiplier_rate=0.2)
+        return CollectConfig(learner=learner)
+    learner = PPOLagConfig(steps=64, epochs=4, minibatches=8, entropy=0.0)
+    return CollectConfig(tasks=8, limits=(0.0,), steps=250_000, group=8, learner=learner)
+
+
+def collect(
+    env: Env, config: CollectConfig, *, out: str | Path, console: Console | None = None
+) -> Histories | None:
+    """Collect into the folder `out`, or go on with what is there; None when stopped before the end."""
+    request = {
+        "env": describe_env(env),
+        "algo": {"name": "ppo-lag", "config": dataclasses.asdict(config.learner)},
+        "collection": {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "learner"},
+    }
+    task, limit = np.divmod(np.arange(config.histories), len(config.limits))
+    limits = np.asarray(config.limits, np.float32)[limit]
+    writer = HistoryWriter(out, env=env, request=request, steps=config.steps, limit=limits, task=task)
+    with Terminal(console) as terminal, StopRequest() as stop:
+        if writer.complete:
+            terminal.say(f"{out} holds {writer.complete} of {writer.total} histories already")
+        if writer.complete < writer.total:
+            program = Program(env, config, terminal)
+        while writer.complete < writer.total:
+            begin = time.perf_counter()
+            rows = np.arange(writer.complete, min(writer.complete + config.group, writer.total))
+            recorded = program.run(rows, task, limits, stop)
+            if recorded is None:
+                terminal.say(
+                    f"stopped: {writer.complete} of {writer.total} histories are in {out}; start again to go on"
+                )
+                return None
+            seconds = time.perf_counter() - begin
+            writer.append(recorded, seconds=seconds, compile_seconds=program.compile_seconds, **surroundings())
+        histories = open_histories(out, env=env)
+        terminal.say(_closing(histories))
+    return histories
+
+
+def _closing(histories: Histories) -> str:
+    steps, seconds, compiling = histories.reward.size, histories.meta["seconds"], histories.meta["compile_seconds"]
+    size = sum(getattr(histories, name).nbytes for name in (*STEPWISE, "final"))
+    return (
+        f"{len(histories.limit)} histories, {steps:,} steps in {seconds:.1f} s ({steps / seconds:,.0f} steps/s) "
+        f"after {compiling:.1f} s of compilation, {size / 2**20:.0f} MiB: {histories.folder}"
+    )
+
+
+class Program:
+    """The compiled learners of one group."""
+
+    def __init__(self, env: Env, config: CollectConfig, terminal: Terminal) -> None:
+        self.env, self.config, self.terminal = env, config, terminal
+        self.learner = Learner(env, config.learner)
+        self.size = min(config.group, config.histories)
+        side, longest = config.learner.envs, env.spec.max_steps
+        # The episodes that the last iteration cuts are left out; so many more steps make up for them.
+        needed = math.ceil((config.steps + side * (longest - 1)) / (side * config.learner.steps))
+        self.calls = math.ceil(needed / CHUNK)
+        self.chunk = math.ceil(needed / self.calls)
+        self.begin, self.advance, self.compile_seconds = self._compile()
+
+    def _compile(self) -> tuple[Callable, Callable, float]:
+        begin = time.perf_counter()
+        self.terminal.say(f"compiling {self.size} learners for {jax.devices()[0].device_kind} ...")
+        rows = jax.ShapeDtypeStruct((self.size,), jnp.int32)
+        limits = jax.ShapeDtypeStruct((self.size,), jnp.float32)
+        first = jax.jit(self._begin).lower(rows, rows).compile()
+        tasks, states = jax.eval_shape(self._begin, rows, rows)
+        advance = jax.jit(self._advance, donate_argnums=0).lower(states, tasks, limits).compile()
+        seconds = time.perf_counter() - begin
+        self.terminal.say(f"compiled in {seconds:.1f} s")
+        return first, advance, seconds
+
+    def _begin(self, rows: jax.Array, task: jax.Array) -> tuple[PyTree, PyTree]:
+        """Tasks and learners. Each depends on its own number and the seed alone, whatever the group."""
+        task_key, learner_key = jax.random.split(jax.random.key(self.config.seed))
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(task_key, task)
+        tasks = jax.vmap(lambda key: self.env.sample_task(key, self.config.split))(keys)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(learner_key, rows)
+        return tasks, jax.vmap(self.learner.init)(keys, tasks)
+
+    def _advance(self, states: PyTree, tasks: PyTree, limits: jax.Array) -> tuple[PyTree, dict[str, jax.Array]]:
+        """`chunk` iterations: new states, and what was played, [history, env, time, ...]."""
+
+        def iteration(states: PyTree, _: None) -> tuple[PyTree, dict[str, jax.Array]]:
+            new, played, _metrics = jax.vmap(self.learner.iterate)(states, tasks, limits)
+            return new, self._compact(played)
+
+        states, played = jax.lax.scan(iteration, states, length=self.chunk)
+        # [iteration, history, time, env, ...] → [history, env, iteration · time, ...]
+        merge = lambda x: jnp.moveaxis(x, (1, 3), (0, 1)).reshape(*x.shape[1:4:2], -1, *x.shape[4:])  # noqa: E731
+        return states, jax.tree.map(merge, played)
+
+    def _compact(self, played: Rollout) -> dict[str, jax.Array]:
+        """What a history keeps, cells and discrete actions in one byte where they fit."""
+        spec = self.env.spec
+        small = lambda x, n: x.astype(jnp.uint8) if n <= 256 else x  # noqa: E731
+        seen, last, action = played.observation, played.final_observation, played.action
+        if isinstance(spec.observation, Grid):
+            seen, last = (small(x, max(spec.observation.sizes)) for x in (seen, last))
+        if isinstance(spec.action, Discrete):
+            action = small(action, spec.action.n)
+        done = played.terminated.astype(jnp.uint8) + TRUNCATED * played.truncated.astype(jnp.uint8)
+        return {
+            "observation": seen, "action": action, "reward": played.reward, "cost": played.cost,
+            "done": done, "final": last,
+        }  # fmt: skip
+
+    def run(
+        self, rows: np.ndarray, task: np.ndarray, limits: np.ndarray, stop: StopRequest
+    ) -> dict[str, np.ndarray] | None:
+        """The histories numbered `rows`, as the writer takes them; None when stopped."""
+        filled = np.resize(rows, self.size)  # the last group may be smaller: the program is not
+        tasks, state = self.begin(jnp.asarray(filled, jnp.int32), jnp.asarray(task[filled], jnp.int32))
+        parts = []
+        for call in range(self.calls):
+            state, played = self.advance(state, tasks, jnp.asarray(limits[filled]))
+            parts.append(jax.device_get(played))
+            done = (rows[0] + len(rows) * (call + 1) / self.calls) / self.config.histories
+            self.terminal.progress(done, self._line(parts[-1], rows))
+            if stop.requested:
+                return None
+        whole = {name: np.concatenate([part[name][: len(rows)] for part in parts], 2) for name in parts[0]}
+        each = [arrange({n: x[i] for n, x in whole.items()}, self.config.steps, self.env) for i in range(len(rows))]
+        return {name: np.stack([history[name] for history in each]) for name in each[0]}
+
+    def _line(self, played: dict[str, np.ndarray], rows: np.ndarray) -> str:
+        ends = max(int((played["done"] > 0).sum()), 1)
+        return (
+            f"histories {rows[0]}–{rows[-1]} of {self.config.histories}  "
+            f"return {played['reward'].sum() / ends:.3g}  cost {played['cost'].sum() / ends:.3g}"
+        )
+
+
+def arrange(played: dict[str, np.ndarray], steps: int, env: Env) -> dict[str, np.ndarray]:
+    """One history out of [env, time] arrays: whole episodes in the order in which they ended, the first `steps`."""
+    done = played["done"]
+    side, time = done.shape
+    ends = np.where(done > 0, np.arange(time), time)
+    ends = np.minimum.accumulate(ends[:, ::-1], axis=1)[
+        :, ::-1
+    ]  # when each step's episode ended; `time`: it did not
+    # stable: the steps of an episode stay in order, and what never ended comes last
+    order = np.argsort((ends * side + np.arange(side)[:, None]).ravel(), kind="stable")[:steps]
+    flat = {name: values.reshape(-1, *values.shape[2:]) for name, values in played.items()}
+    history = {name: flat[name][order] for name in STEPWISE}
+    final = flat["final"][order[history["done"] == TRUNCATED]]
+    history["final"] = np.zeros((max(steps // env.spec.max_steps, 1), *final.shape[1:]), final.dtype)
+    history["final"][: len(final)] = final
+    return history
+
+
+def progress_table(histories: Histories) -> Table:
+    """Mean return and cost of an episode at the start, middle and end of the histories, by limit."""
+    table = Table(title=f"{histories.meta['env']['name']}: return and cost of an episode while learning")
+    for name in ("limit", "histories", "episodes", "start", "middle", "end"):
+        table.add_column(name, justify="right")
+    for limit, line in learning_progress(histories).items():
+        cells = [f"{r:.2f} at {c:.2f}" for r, c in zip(line["return"], line["cost"], strict=True)]
+        table.add_row(f"{limit:g}", str(line["histories"]), f"{line['episodes']:,}", *cells)
+    return table
+
+
+def learning_progress(histories: Histories) -> dict[float, dict[str, Any]]:
+    """By limit: mean return and cost of the episodes that ended in the first, middle and last 5% of the steps."""
+    found = {}
+    steps = histories.reward.shape[1]
+    for limit in np.unique(histories.limit):
+        sums = [histories.episodes(int(i)) for i in np.flatnonzero(histories.limit == limit)]
+        ends = np.concatenate([s.ends for s in sums]) / steps
+        values = {
+            "return": np.concatenate([s.returns for s in sums]),
+            "cost": np.concatenate([s.costs for s in sums]),
+        }
+        windows = [(ends > a) & (ends <= a + WINDOW) for a in (0.0, 0.5 - WINDOW / 2, 1 - WINDOW)]
+        mean = lambda x, w: float(x[w].mean()) if w.any() else float("nan")  # noqa: E731
+        found[float(limit)] = {
+            "histories": len(sums),
+            "episodes": len(ends),
+            **{name: [mean(x, window) for window in windows] for name, x in values.items()},
+        }
+    return found
