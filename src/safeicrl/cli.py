@@ -1,4 +1,4 @@
-"""The command line: safeicrl train | evaluate | plot | demo | list.
+"""The command line: safeicrl train | collect | evaluate | plot | demo | list.
 
 A mistake in what was asked for is one line on stderr and exit code 2; a traceback is always a bug.
 """
@@ -66,8 +66,8 @@ def _first_line(thing: Any) -> str:
 
 
 def train(args: list[str]) -> None:
-    """Pretrain an agent: --preset NAME, any setting of it by its name; or --resume RUN_DIR."""
-    from safeicrl.presets import Experiment, load_experiment, preset
+    """Train an agent: --preset NAME, or --algo NAME --env NAME, any setting by its name; or --resume RUN_DIR."""
+    from safeicrl.presets import Experiment, experiment, load_experiment, preset
     from safeicrl.train import TrainConfig
     from safeicrl.train import train as run
 
@@ -75,7 +75,13 @@ def train(args: list[str]) -> None:
     chosen = _option(args, "--preset")
     if resume and (chosen or _option(args, "--out")):
         raise UserError("--resume continues a run as it is, in its folder: leave out --preset and --out")
-    default = load_experiment(Path(resume)) if resume else preset(chosen or "darkroom-small")
+    args, named = _named(args)
+    if named and (resume or chosen):
+        raise UserError("--algo and --env name an experiment: leave out --preset and --resume")
+    if named:
+        default, chosen = experiment(*named), "-".join(named)
+    else:
+        default = load_experiment(Path(resume)) if resume else preset(chosen or "darkroom-small")
 
     form = dataclasses.make_dataclass(
         "Train",
@@ -92,12 +98,25 @@ def train(args: list[str]) -> None:
     )
     form.__doc__ = train.__doc__
     asked: Any = _parse("train", form, args)
-    experiment = Experiment(env=asked.env, algo=asked.algo, train=asked.train)
+    built = Experiment(env=asked.env, algo=asked.algo, train=asked.train)
     if resume:
-        _check_resumable(default, experiment)
+        _check_resumable(default, built)
     out = Path(resume) if resume else asked.out or Path("runs") / f"{asked.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run(experiment.build(), experiment.train, out=out, resume=bool(resume))
+    run(built.build(), built.train, out=out, resume=bool(resume))
     print(f"evaluate it:  safeicrl evaluate {out}\nits curves:   safeicrl plot {out}")
+
+
+def _named(args: list[str]) -> tuple[list[str], tuple[str, ...]]:
+    """The names after --algo and --env, if any, and the other arguments (--algo.clip, --env.size)."""
+    algo, env = (_option(args, name) for name in ("--algo", "--env"))
+    if algo is None and env is None:
+        return args, ()
+    left, skip = [], False
+    for argument in args:
+        if not skip and argument.split("=")[0] not in ("--algo", "--env"):
+            left.append(argument)
+        skip = not skip and argument in ("--algo", "--env")
+    return left, (algo or "scared", env or "safe-dark-room")
 
 
 def _check_resumable(saved: Any, asked: Any) -> None:
@@ -107,6 +126,40 @@ def _check_resumable(saved: Any, asked: Any) -> None:
     for name, (before, now) in fixed.items():
         if before != now:
             raise UserError(f"--resume continues the run as it was: {name} cannot change")
+
+
+# -- collect ------------------------------------------------------------------------------------------------
+
+
+def collect(args: list[str]) -> None:
+    """Collect learning histories of PPO-Lagrangian, for Safe AD; the same command goes on after an interrupt."""
+    from safeicrl.collect import CollectConfig, default_config, progress_table
+    from safeicrl.collect import collect as run
+    from safeicrl.config import env_from_plain
+    from safeicrl.envs.registry import make_env
+    from safeicrl.histories import export_minari
+
+    name = _option(args, "--env") or "safe-dark-room"
+    form = dataclasses.make_dataclass(
+        "Collect",
+        [
+            ("env", Annotated[str, tyro.conf.arg(help="name of the environment")], field(default=name)),
+            ("env_args", Annotated[tuple[str, ...], tyro.conf.arg(help="e.g. size=5 obstacles=6")], field(default=())),
+            ("out", Annotated[Path, tyro.conf.arg(help="folder")], field(default=Path("histories") / name)),
+            ("minari", Annotated[str | None, tyro.conf.arg(help="also a Minari dataset")], field(default=None)),
+            ("what", Annotated[CollectConfig, tyro.conf.arg(name="")], field(default=default_config(make_env(name)))),
+        ],
+        frozen=True,
+    )
+    form.__doc__ = collect.__doc__
+    asked: Any = _parse("collect", form, args)
+    env = env_from_plain(asked.env, dict(_pair(text) for text in asked.env_args))
+    histories = run(env, asked.what, out=asked.out)
+    if histories is None:
+        return
+    Console().print(progress_table(histories))
+    if asked.minari is not None:
+        print(f"wrote {export_minari(histories, asked.minari).spec.dataset_id} for Minari")
 
 
 # -- evaluate -----------------------------------------------------------------------------------------------
@@ -253,6 +306,7 @@ def list_names(args: list[str]) -> None:
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": train,
+    "collect": collect,
     "evaluate": evaluate,
     "plot": plot,
     "demo": demo,
@@ -300,7 +354,7 @@ def _flags(form: Any, prefix: str = "") -> list[str]:
         if entry.default_factory is not dataclasses.MISSING:
             value = entry.default_factory()
         if dataclasses.is_dataclass(value):
-            bare = prefix == "" and entry.name == "train"
+            bare = prefix == "" and entry.name in ("train", "what")
             names += _flags(value, prefix if bare else f"{prefix}{entry.name}.")
         else:
             names.append(f"{prefix}{entry.name}".replace("_", "-"))

@@ -83,8 +83,14 @@ def _decision(card: dict[str, Any], env: Env) -> Agent:
     return DecisionAgent(net=net, scales=unit_scales(env.spec), temperature=temperature)
 
 
+def _mlp(card: dict[str, Any], env: Env) -> Agent:
+    from safeicrl.algos.ppo_lag import MlpAgent
+
+    return MlpAgent.build(env.spec, tuple(card["hidden"]))
+
+
 # A card's "kind" → a function that builds an agent of that form; its arrays are then read from the file.
-KINDS: dict[str, Callable[[dict[str, Any], Env], Agent]] = {"net": _net, "decision": _decision}
+KINDS: dict[str, Callable[[dict[str, Any], Env], Agent]] = {"net": _net, "decision": _decision, "mlp": _mlp}
 
 
 def load_agent(path: Path, card: dict[str, Any]) -> tuple[Env, Agent]:

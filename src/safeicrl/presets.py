@@ -10,6 +10,8 @@ from safeicrl.algos.api import Algorithm
 from safeicrl.algos.registry import algo_name, find_algo
 from safeicrl.config import env_from_plain, from_plain
 from safeicrl.envs.dark_room import SafeDarkRoom
+from safeicrl.envs.fixed import FixedTask
+from safeicrl.envs.registry import make_env
 from safeicrl.errors import UserError, unknown_name
 from safeicrl.files import read_json
 from safeicrl.train import EvalConfig, TrainConfig
@@ -48,6 +50,24 @@ def preset(name: str) -> Experiment:
     if name not in PRESETS:
         raise unknown_name("preset", name, PRESETS)
     return PRESETS[name]()
+
+
+def experiment(algo: str, env: str) -> Experiment:
+    """An algorithm's default experiment on an environment, both by name."""
+    _, config = find_algo(algo)
+    if algo == "ppo-lag":
+        return _ppo_lag(env)
+    return Experiment(env=make_env(env), algo=config(), train=TrainConfig())
+
+
+def _ppo_lag(name: str) -> Experiment:
+    """An ordinary safe learner on one task of an environment."""
+    from safeicrl.algos.ppo_lag import default_config
+
+    env = FixedTask(name=name)
+    # only the last policy is evaluated: its limit is on the mean cost, and "best" here means few episodes over it
+    train = TrainConfig(chunk=10, evaluation=EvalConfig(every=0, tasks=20, segments=1))
+    return Experiment(env=env, algo=default_config(env), train=train)
 
 
 def _darkroom() -> Experiment:
