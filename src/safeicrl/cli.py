@@ -140,14 +140,17 @@ def collect(args: list[str]) -> None:
     from safeicrl.histories import export_minari
 
     name = _option(args, "--env") or "safe-dark-room"
+    helped = lambda kind, text: Annotated[kind, tyro.conf.arg(help=text)]  # noqa: E731
+    default = default_config(make_env(name))
     form = dataclasses.make_dataclass(
         "Collect",
         [
-            ("env", Annotated[str, tyro.conf.arg(help="name of the environment")], field(default=name)),
-            ("env_args", Annotated[tuple[str, ...], tyro.conf.arg(help="e.g. size=5 obstacles=6")], field(default=())),
-            ("out", Annotated[Path, tyro.conf.arg(help="folder")], field(default=Path("histories") / name)),
-            ("minari", Annotated[str | None, tyro.conf.arg(help="also a Minari dataset")], field(default=None)),
-            ("what", Annotated[CollectConfig, tyro.conf.arg(name="")], field(default=default_config(make_env(name)))),
+            ("env", helped(str, "name of the environment, see safeicrl list"), field(default=name)),
+            ("env_args", helped(tuple[str, ...], "its parameters, e.g. size=5 obstacles=6"), field(default=())),
+            ("out", helped(Path, "folder of the histories"), field(default=Path("histories") / name)),
+            ("minari", helped(str | None, "name of a Minari dataset to write as well"), field(default=None)),
+            # without a prefix: --tasks, --limits; the learner's settings are --learner.learning-rate
+            ("what", Annotated[CollectConfig, tyro.conf.arg(name="")], field(default=default)),
         ],
         frozen=True,
     )
