@@ -7,9 +7,11 @@ import sys
 import tomllib
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
-from standin import ROOM, TableConfig
+from standin import ROOM, TableAgent, TableConfig
 
+from safeicrl import policy as policies
 from safeicrl import presets
 from safeicrl.cli import main
 from safeicrl.config import from_plain
@@ -18,7 +20,9 @@ from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.errors import UserError
 from safeicrl.log import read_metrics
 from safeicrl.presets import Experiment, load_experiment
-from safeicrl.results import load_results
+from safeicrl.report import group
+from safeicrl.results import load_results, results_equal
+from safeicrl.signals import StopRequest
 from safeicrl.train import EvalConfig, TrainConfig
 from safeicrl.version import VERSION
 
@@ -94,6 +98,24 @@ def test_help_and_version(capsys):
         assert option in shown
 
 
+# an option and what it takes, then no words before its default
+NO_HELP = re.compile(r"(--[\w.-]+)(?:, --[\w.-]+)?(?: (?:\{[^}]*\}(?:\|\S+)*|[A-Z.\[\]]+))* \(default")
+
+
+@pytest.mark.parametrize(
+    "args",
+    ["train --preset table", "evaluate", "plot", "demo", *(f"train --preset {name}" for name in presets.PRESETS)],
+)
+def test_every_option_has_a_line_of_help(capsys, args):
+    with pytest.raises(SystemExit):
+        main([*args.split(), "--help"])
+    text = " ".join(re.sub(r"[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+    assert re.search(r"--out (\{None\}\|)?PATH \w", text)
+    # the command line's own and the environments'; algorithms and the trainer answer for their own settings
+    ours = [name for name in NO_HELP.findall(text) if name.startswith("--env.") or name in ("--preset", "--resume")]
+    assert ours == [] if "train" in args else NO_HELP.findall(text) == []
+
+
 def test_the_version_is_the_packages():
     project = Path(__file__).parent.parent / "pyproject.toml"
     assert tomllib.loads(project.read_text())["project"]["version"] == VERSION
@@ -132,6 +154,72 @@ def test_evaluate_writes_results(tmp_path, capsys):
     assert found.budget_range == (1.0, 3.0)
     assert found.meta["agent"] == "random"
     assert json.loads((tmp_path / "random.json").read_text())["meta"]["env"]["parameters"]["size"] == 3
+
+
+@pytest.fixture
+def table_kind(monkeypatch):
+    make = lambda card, env: TableAgent(table=jnp.zeros((env.size**2, 5)), size=env.size)  # noqa: E731
+    monkeypatch.setitem(policies.KINDS, "table", make)
+
+
+@pytest.mark.usefixtures("table_kind")
+def test_every_seed_of_a_run_is_evaluated(tmp_path, capsys):
+    run = tmp_path / "mine"
+    assert main(["train", "--preset", "table", "--seed", "9", "--seeds", "2", "--out", str(run)]) == 0
+    assert f"safeicrl evaluate {run}" in capsys.readouterr().out
+    out = tmp_path / "results" / "both.npz"
+    assert main(["evaluate", str(run), "--tasks", "20", "--greedy", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    found = {seed: load_results(out.parent / f"both-seed{seed}") for seed in (9, 10)}
+    for seed, result in found.items():
+        assert result.label == "mine"
+        assert result.meta["card"]["training"]["seed"] == seed
+        assert re.search(rf"seed {seed} +{result.returns.sum(1).mean():.2f} ", shown)
+    assert "mean ± s.e." in shown
+    assert not results_equal(*found.values())
+    assert len(group(list(found.values()))) == 1  # for `plot`: one agent
+    # one of them, by its path: one file, one column, the same numbers under the same name
+    one = tmp_path / "one"
+    assert main(["evaluate", str(run / "best-seed10"), "--tasks", "20", "--greedy", "--out", str(one)]) == 0
+    assert results_equal(load_results(one), found[10])
+    assert load_results(one).label == "mine"
+
+
+@pytest.mark.usefixtures("table_kind")
+def test_beyond_its_training_a_policy_is_evaluated_with_a_warning(tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(["train", "--preset", "table", "--out", str(run)]) == 0
+    for options, warned in (
+        ("", ()),
+        (
+            "--budgets 1 8 --env-args max_steps=6",
+            ("budgets from 1 to 3, not 8", "trials of 4 episodes of 5 steps, not more"),
+        ),
+    ):
+        capsys.readouterr()
+        assert main(["evaluate", str(run), "--tasks", "4", *options.split()]) == 0
+        said = capsys.readouterr().err
+        assert said == "".join(f"safeicrl: this policy was trained on {words}\n" for words in warned)
+
+
+def test_a_run_without_a_policy_yet_is_not_sent_to_evaluation(tmp_path, capsys, monkeypatch):
+    def stopped(self):  # as by Ctrl-C before the first iteration
+        self.requested = True
+        return self
+
+    monkeypatch.setattr(StopRequest, "__enter__", stopped)
+    run = tmp_path / "run"
+    assert main(["train", "--preset", "table", "--out", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert f"safeicrl train --resume {run}" in shown
+    assert "safeicrl evaluate" not in shown
+    assert "safeicrl plot" not in shown  # no iteration, no curves
+
+
+def test_a_place_that_cannot_be_written_shows_before_the_work(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for command in ("evaluate --agent random --out {}/file/x", "demo --out {}/file/x"):
+        assert "cannot make the folder" in refused(capsys, *command.format(tmp_path).split())
 
 
 def test_the_module_is_the_program():

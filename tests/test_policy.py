@@ -1,6 +1,7 @@
 """Released policies: start and act give what `run_trials` gives, and every misuse is one line."""
 
 import dataclasses
+import warnings
 
 import equinox as eqx
 import jax
@@ -12,7 +13,7 @@ from standin import ROOM, TableAgent
 from safeicrl import checkpoint, load_policy
 from safeicrl import policy as policies
 from safeicrl.agent import NetAgent
-from safeicrl.errors import UserError
+from safeicrl.errors import BeyondTraining, UserError
 from safeicrl.evaluate import describe_env
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
@@ -50,7 +51,7 @@ def nosy() -> Policy:
 
 def played(rows):
     tasks, _ = sample_queue(ROOM, "test", (0, 1), (rows, 1), jax.random.key(1))
-    budgets = jnp.array([1.7, 2.0, 3.0, 0.0])[:rows, None]
+    budgets = jnp.array([1.7, 2.0, 3.0, 1.0])[:rows, None]
     steps = ROOM.spec.trial_steps
     trials = run_trials(ROOM, nosy().agent, tasks, budgets, jax.random.key(0), episodes=4, steps=steps)
     return budgets[:, 0], jax.tree.map(np.asarray, trials)
@@ -85,8 +86,10 @@ def test_a_single_row_acts_as_in_run_trials_and_goes_on_after_the_last_episode()
         action = policy.act(tuple(trials.token.observation[0, time]), *last)
         assert type(action) is int
         assert action == trials.action[0, time]
-    for _ in range(50):
-        assert policy.act((1, 1), 0.0, 1.0, False, True) in range(5)
+    with pytest.warns(BeyondTraining, match="trials of 4 episodes of 5 steps, not more") as said:
+        more = [policy.act((1, 1), 0.0, 1.0, False, True) for _ in range(50)]
+    assert set(more) <= set(range(5))
+    assert len(said) == 1
 
 
 def test_start_forgets_everything():
@@ -94,10 +97,48 @@ def test_start_forgets_everything():
     runs = []
     for _ in range(2):
         policy.start(budget=2)
-        runs.append([policy.act((1, 1)), *(policy.act((1, 0), 0.0, 1.0) for _ in range(6))])
+        runs.append([policy.act((1, 1)), *(policy.act((1, 0), 0.0, 1.0) for _ in range(4))])
     assert runs[0] == runs[1]
     policy.start(budget=3)
-    assert [policy.act((1, 1)), *(policy.act((1, 0), 0.0, 1.0) for _ in range(6))] != runs[0]
+    assert [policy.act((1, 1)), *(policy.act((1, 0), 0.0, 1.0) for _ in range(4))] != runs[0]
+
+
+@pytest.mark.parametrize(("budget", "named"), [(0.5, 0), (4, 4), ([1, 2, 3, 9], 9)])
+def test_a_budget_it_was_not_trained_on_is_warned_of(budget, named):
+    with pytest.warns(BeyondTraining, match=f"budgets from 1 to 3, not {named}") as said:
+        nosy().start(budget)
+    assert len(said) == 1
+    assert said[0].filename == __file__  # where the user called it
+
+
+def test_nothing_is_warned_of_within_its_training():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        policy = nosy()
+        policy.start(budget=[1, 3.9])  # costs are whole: 3.9 is 3
+        policy.act(np.ones((2, 2), int))
+        for ends in ([True, False],) * 4 + ([True, True],) * 3:  # the first row's trial is over long before
+            policy.act(np.ones((2, 2), int), np.zeros(2), np.zeros(2), ends)
+
+
+def test_an_episode_past_its_time_limit_is_warned_of():
+    policy = nosy()
+    policy.start(budget=2)
+    policy.act((1, 1))
+    for _ in range(4):
+        policy.act((1, 1), 0.0, 0.0)
+    with pytest.warns(BeyondTraining, match="5 steps, not more"):
+        policy.act((1, 1), 0.0, 0.0)
+
+
+def test_k_is_the_algorithms_where_it_has_its_own():
+    policy = nosy()
+    policy.card["training"] = {"algo": {"config": {"episodes": 2}}}
+    policy.start(budget=2)
+    policy.act((1, 1))
+    policy.act((1, 1), 0.0, 0.0, True)
+    with pytest.warns(BeyondTraining, match="trials of 2 episodes"):
+        policy.act((1, 1), 0.0, 0.0, True)
 
 
 def test_seeds_decide_sampled_actions():
@@ -126,6 +167,18 @@ def test_a_policy_is_found_by_any_of_its_names(released):
         assert policy.card["note"] == "δ"
         assert policy.env == ROOM
         np.testing.assert_array_equal(policy.agent.table, np.arange(45.0).reshape(9, 5))
+
+
+def test_a_runs_lowest_seed_comes_first(released):
+    card = checkpoint.read_card(released)
+    for seed in (10, 2):
+        checkpoint.save_policy(
+            released.with_name(f"best-seed{seed}.safetensors"), load_table(), {**card, "note": seed}
+        )
+    assert load_policy(released.parent).card["note"] == "δ"
+    released.unlink()
+    assert load_policy(released.parent).card["note"] == 2
+    assert list(policies.run_policies(released.parent)) == [2, 10]
 
 
 def test_how_it_chooses_actions(released):
@@ -251,6 +304,6 @@ def test_a_released_network_acts_as_in_run_trials_and_rolls_on(tmp_path):
         action = policy.act(trials.token.observation[:, time], **last)
         np.testing.assert_array_equal(action[alive], np.asarray(trials.action)[alive, time])
         last = {name: getattr(trials, name)[:, time] for name in ("reward", "cost", "terminated", "truncated")}
-    for _ in range(30):  # past the context
-        action = policy.act(np.ones((6, 2), int), np.zeros(6), np.ones(6), False, True)
-        assert set(action.tolist()) <= set(range(5))
+    with pytest.warns(BeyondTraining):  # past the context
+        more = [policy.act(np.ones((6, 2), int), np.zeros(6), np.ones(6), False, True) for _ in range(30)]
+    assert set(np.ravel(more).tolist()) <= set(range(5))

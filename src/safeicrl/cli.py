@@ -12,16 +12,18 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TextIO, TypeVar
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from safeicrl.errors import UserError, unknown_name
+from safeicrl.errors import BeyondTraining, UserError, unknown_name
+from safeicrl.files import make_folder
 from safeicrl.version import VERSION
 
 T = TypeVar("T")
@@ -31,14 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     try:
-        if not args or args[0] in ("-h", "--help"):
-            _usage()
-        elif args[0] == "--version":
-            print(f"safeicrl {VERSION}")
-        elif args[0] not in COMMANDS:
-            raise unknown_name("command", args[0], COMMANDS)
-        else:
-            COMMANDS[args[0]](args[1:])
+        with _plain_warnings():
+            _run(args)
     except UserError as error:
         print(f"safeicrl: {error}", file=sys.stderr)
         return 2
@@ -47,6 +43,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has seen enough (safeicrl list | head)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _run(args: list[str]) -> None:
+    if not args or args[0] in ("-h", "--help"):
+        _usage()
+    elif args[0] == "--version":
+        print(f"safeicrl {VERSION}")
+    elif args[0] not in COMMANDS:
+        raise unknown_name("command", args[0], COMMANDS)
+    else:
+        COMMANDS[args[0]](args[1:])
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Our own warnings in one line; those of others still say where they come from."""
+    with warnings.catch_warnings():
+        of_others = warnings.showwarning
+
+        def show(
+            message: Warning | str, category: type[Warning], filename: str, lineno: int,
+            file: TextIO | None = None, line: str | None = None,
+        ) -> None:  # fmt: skip
+            if issubclass(category, BeyondTraining):
+                print(f"safeicrl: {message}", file=sys.stderr)
+            else:
+                of_others(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show
+        yield
 
 
 def _usage() -> None:
@@ -86,9 +112,13 @@ def train(args: list[str]) -> None:
     form = dataclasses.make_dataclass(
         "Train",
         [
-            ("preset", str, field(default=chosen or "darkroom-small")),
-            ("resume", Path | None, field(default=None)),
-            ("out", Path | None, field(default=None)),
+            ("preset", _helped(str, "what to train, see safeicrl list"), field(default=chosen or "darkroom-small")),
+            (
+                "resume",
+                _helped(Path | None, "folder of a run to go on with, instead of a preset"),
+                field(default=None),
+            ),
+            ("out", _helped(Path | None, "folder of the run; runs/PRESET-DATE by default"), field(default=None)),
             # without a prefix: --minutes, --seeds; the other two are --env.size, --algo.net.width
             ("train", Annotated[TrainConfig, tyro.conf.arg(name="")], field(default=default.train)),
             ("env", type(default.env), field(default=default.env)),
@@ -102,8 +132,17 @@ def train(args: list[str]) -> None:
     if resume:
         _check_resumable(default, built)
     out = Path(resume) if resume else asked.out or Path("runs") / f"{asked.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run(built.build(), built.train, out=out, resume=bool(resume))
-    print(f"evaluate it:  safeicrl evaluate {out}\nits curves:   safeicrl plot {out}")
+    trained = run(built.build(), built.train, out=out, resume=bool(resume))
+    if trained.policies:
+        print(f"evaluate it:  safeicrl evaluate {out}")
+    else:
+        print(f"no policy yet, the first evaluation writes one; go on:  safeicrl train --resume {out}")
+    if trained.status.iteration:
+        print(f"its curves:   safeicrl plot {out}")
+
+
+def _helped(kind: Any, text: str) -> Any:
+    return Annotated[kind, tyro.conf.arg(help=text)]
 
 
 def _named(args: list[str]) -> tuple[list[str], tuple[str, ...]]:
@@ -172,45 +211,56 @@ def collect(args: list[str]) -> None:
 class Evaluate:
     """Evaluate a frozen agent on unseen tasks: the paper's protocol."""
 
-    policy: Annotated[str | None, tyro.conf.Positional] = None  # name, path or run folder of a released policy
+    # name or path of a released policy, or folder of a run: its seeds one after another (RUN/best-seed2: that one)
+    policy: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[POLICY]")] = None
     agent: Literal["random", "explorer", "planner"] | None = None  # a reference line instead of a policy
     env: str | None = None  # environment of a reference line: safe-dark-room by default
     env_args: tuple[str, ...] = ()  # its parameters, e.g. size=5 obstacles=6
-    tasks: int = 1000
+    tasks: int = 1000  # unseen ones, a trial each
     budgets: tuple[float, float] | None = None  # range; the environment's test range by default
     budget_count: int = 100  # distinct budgets, uniform in the range
-    episodes: int | None = None  # K of the environment by default
+    episodes: int | None = None  # in a trial; K of the environment by default
     temperature: float | None = None  # of sampled actions; what the policy's card says by default
     greedy: bool = False  # the most probable action instead of a sampled one
     wipe: bool = False  # forget at every episode: what is in-context learning worth?
-    seed: int = 0
+    seed: int = 0  # of tasks and actions: agents evaluated with one seed meet the same tasks
     rows: int = 256  # trials at a time
     label: str | None = None  # name in tables and figures; results of one label are drawn as seeds of one agent
-    out: Path | None = None  # writes OUT.npz and OUT.json
+    out: Path | None = None  # writes OUT.npz and OUT.json; OUT-seed0.npz, ... for several seeds of a run
 
 
 def evaluate(args: list[str]) -> None:
     """Evaluate a frozen agent on unseen tasks: the paper's protocol."""
-    from safeicrl.evaluate import evaluate as run
-    from safeicrl.report import summary_table
+    from safeicrl.report import seeds_table, summary_table
     from safeicrl.results import save_results
 
     asked = _parse("evaluate", Evaluate, args)
-    who = _contender(asked)
-    results = run(
-        who.env, who.agent, tasks=asked.tasks, budgets=asked.budgets, budget_count=asked.budget_count,
-        episodes=asked.episodes, seed=asked.seed, rows=asked.rows,
-        label=asked.label or who.label, meta=who.meta,
-    )  # fmt: skip
-    Console().print(summary_table([results]))
-    print(f"actions {results.meta['actions']}, context {results.meta['context']}, {results.meta['seconds']:.1f} s")
+    contenders, results = _contenders(asked), {}
     if asked.out is not None:
-        print("wrote " + " and ".join(str(path) for path in save_results(results, asked.out)))
+        make_folder(asked.out.parent)
+    for name, who in contenders.items():
+        result = who.evaluate(
+            tasks=asked.tasks, budgets=asked.budgets, budget_count=asked.budget_count, episodes=asked.episodes,
+            seed=asked.seed, rows=asked.rows, label=asked.label or who.label,
+        )  # fmt: skip
+        results[name], meta = result, result.meta
+        print(f"{name}: actions {meta['actions']}, context {meta['context']}, {meta['seconds']:.1f} s")
+        if asked.out is not None:  # seed by seed: what is done is safe
+            out = asked.out if len(contenders) == 1 else _suffixed(asked.out, name.replace(" ", ""))
+            print("wrote " + " and ".join(str(path) for path in save_results(result, out)))
+    Console().print(summary_table([result]) if len(contenders) == 1 else seeds_table(results))
 
 
-def _contender(asked: Evaluate) -> Any:
+def _suffixed(out: Path, name: str) -> Path:
+    """results/mine → results/mine-seed0, with or without an extension."""
+    stem = out.with_suffix("") if out.suffix in (".npz", ".json") else out
+    return stem.with_name(f"{stem.name}-{name}")
+
+
+def _contenders(asked: Evaluate) -> dict[str, Any]:
+    """Who was asked for, by name: one agent, or the seeds of a run."""
     from safeicrl.config import env_from_plain
-    from safeicrl.contenders import reference, released
+    from safeicrl.contenders import reference, released_seeds
 
     if (asked.policy is None) == (asked.agent is None):
         raise UserError("evaluate needs either a policy (name, path or run folder) or --agent, not both")
@@ -218,14 +268,14 @@ def _contender(asked: Evaluate) -> Any:
     if asked.policy is not None:
         if asked.env is not None:
             raise UserError("a policy brings its own environment: leave out --env (--env-args may change it)")
-        return released(
+        return released_seeds(
             asked.policy, env_args=parameters,
             temperature=asked.temperature, greedy=asked.greedy, wipe=asked.wipe,
         )  # fmt: skip
     if asked.greedy or asked.temperature is not None:
         raise UserError(f"the {asked.agent} agent has no temperature: leave out --greedy and --temperature")
-    env = env_from_plain(asked.env or "safe-dark-room", parameters)
-    return reference(str(asked.agent), env, wipe=asked.wipe)
+    name, env = str(asked.agent), env_from_plain(asked.env or "safe-dark-room", parameters)
+    return {name: reference(name, env, wipe=asked.wipe)}
 
 
 def _pair(text: str) -> tuple[str, Any]:
@@ -245,9 +295,10 @@ def _pair(text: str) -> tuple[str, Any]:
 class Plot:
     """Draw the paper's figures from results files, and training curves from run folders."""
 
-    files: Annotated[tuple[Path, ...], tyro.conf.Positional]  # results (.npz or .json), run folders, metrics.jsonl
-    out: Path = Path("figures")
-    format: Literal["png", "pdf", "svg"] = "png"
+    # results (.npz or .json), run folders, metrics.jsonl
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE ...")]
+    out: Path = Path("figures")  # folder to draw into
+    format: Literal["png", "pdf", "svg"] = "png"  # of the figures
 
 
 def plot(args: list[str]) -> None:
@@ -257,6 +308,7 @@ def plot(args: list[str]) -> None:
     asked = _parse("plot", Plot, args)
     if not asked.files:
         raise UserError("plot needs results files or run folders, e.g. safeicrl plot results.npz runs/my-run")
+    make_folder(asked.out)
     for path in draw_all(asked.files, asked.out, asked.format):
         print(path)
 
@@ -265,9 +317,9 @@ def plot(args: list[str]) -> None:
 class Demo:
     """Agents on unseen rooms: a table, the figures, an animation of one room being learned."""
 
-    out: Path = Path("demo-output")
-    tasks: int = 50
-    seed: int = 0
+    out: Path = Path("demo-output")  # folder for figures, results and the animation
+    tasks: int = 50  # rooms
+    seed: int = 0  # of the rooms and the actions
 
 
 def demo(args: list[str]) -> None:
@@ -275,6 +327,7 @@ def demo(args: list[str]) -> None:
     from safeicrl.demo import run
 
     asked = _parse("demo", Demo, args)
+    make_folder(asked.out)
     run(asked.out, tasks=asked.tasks, seed=asked.seed)
 
 

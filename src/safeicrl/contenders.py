@@ -8,10 +8,11 @@ from typing import Any
 from safeicrl.config import env_from_plain
 from safeicrl.envs.api import Env
 from safeicrl.envs.dark_room import SafeDarkRoom
-from safeicrl.errors import UserError, unknown_name
-from safeicrl.evaluate import with_options
-from safeicrl.policy import load_policy
+from safeicrl.errors import UserError, check_budget, unknown_name
+from safeicrl.evaluate import evaluate, with_options
+from safeicrl.policy import Policy, load_policy, policy_names, run_policies
 from safeicrl.reference import ExplorerAgent, PlannerAgent, RandomAgent
+from safeicrl.results import Results
 from safeicrl.trial import Agent
 
 
@@ -23,6 +24,18 @@ class Contender:
     env: Env
     agent: Agent
     meta: dict[str, Any]
+    policy: Policy | None = None  # where it was released: knows what it was trained on
+
+    def evaluate(
+        self, *, budgets: tuple[float, float] | None = None, episodes: int | None = None, **settings: Any
+    ) -> Results:
+        """`evaluate.evaluate` under its own label; warns where it goes beyond what a policy was trained on."""
+        if self.policy is not None:
+            spec = self.env.spec
+            asked = check_budget(budgets or spec.test_budget)
+            self.policy.warn_beyond(budgets=asked, episodes=episodes or spec.episodes, steps=spec.max_steps)
+        settings = {"label": self.label, **settings}
+        return evaluate(self.env, self.agent, budgets=budgets, episodes=episodes, meta=self.meta, **settings)
 
 
 def _in_room(make: Callable[..., Agent], env: Env) -> Agent:
@@ -69,9 +82,25 @@ def released(
         if theirs != ours:
             raise UserError(f"the policy's {what} space is {theirs}, this environment's is {ours}")
     agent, how = with_options(env, policy.agent, wipe=wipe)
-    label = str(policy.card.get("name") or Path(name_or_path).stem)
+    label = _label(str(policy.card.get("name") or _name(Path(name_or_path))), wipe)
     meta = {"agent": str(name_or_path), "card": policy.card, **how}
-    return Contender(label=_label(label, wipe), env=env, agent=agent, meta=meta)
+    return Contender(label=label, env=env, agent=agent, meta=meta, policy=policy)
+
+
+def released_seeds(name_or_path: str, **options: Any) -> dict[str, Contender]:
+    """`released`, by name; of a run's folder, every seed's best policy, all of one label: seeds of one agent."""
+    if name_or_path in policy_names() or not Path(name_or_path).is_dir():
+        return {name_or_path: released(name_or_path, **options)}
+    files = run_policies(Path(name_or_path))
+    return {f"seed {seed}": released(str(path), **options) for seed, path in files.items()}
+
+
+def _name(path: Path) -> str:
+    """What to call a policy whose card has no name: as its file, or as the run that it is a seed of."""
+    path = path.resolve()
+    if path.stem.startswith("best-seed"):
+        path = path.parent
+    return path.name if path.is_dir() else path.stem
 
 
 def _label(name: str, wipe: bool) -> str:

@@ -12,7 +12,6 @@ from safeicrl.animation import Replay, animate
 from safeicrl.contenders import Contender, reference, released
 from safeicrl.envs.dark_room import Room, SafeDarkRoom
 from safeicrl.errors import check_integer
-from safeicrl.evaluate import evaluate
 from safeicrl.policy import policy_names
 from safeicrl.report import group, summary_table
 from safeicrl.results import Results, save_results
@@ -29,9 +28,7 @@ def run(out: Path, *, tasks: int = 50, seed: int = 0, env: SafeDarkRoom | None =
     field = contenders(env)
     results: list[Results] = []
     for contender in field:
-        found = evaluate(
-            contender.env, contender.agent, tasks=tasks, seed=seed, label=contender.label, meta=contender.meta
-        )
+        found = contender.evaluate(tasks=tasks, seed=seed)
         results.append(found)
         steps = int(found.lengths.sum())
         seconds = found.meta["seconds"]

@@ -11,6 +11,10 @@ class UserError(ValueError):
     """A mistake in what the user asked for. The command line prints its message without a traceback."""
 
 
+class BeyondTraining(UserWarning):
+    """A policy is used beyond what it was trained on: it still acts, but nobody knows how well."""
+
+
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> UserError:
     """The error for a name nobody registered: lists the known ones and suggests the nearest."""
     names = sorted(known)

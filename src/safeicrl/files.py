@@ -37,6 +37,14 @@ def atomic_write(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
             temporary.unlink()
 
 
+def make_folder(path: Path) -> None:
+    """Make the folder `path`, so that a place that cannot be written to shows before the work and not after it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {path}: {error.strerror or error}") from None
+
+
 def _why(path: Path, error: OSError) -> str:
     kept = "; the previous one is still there" if path.exists() else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -82,4 +90,4 @@ def read_json(path: Path, what: str) -> Any:
     except FileNotFoundError:
         raise UserError(f"no {what} at {path}") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is no {what}: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{path} is no {what}: {str(error).partition(chr(10))[0]}") from None

@@ -9,6 +9,8 @@ while True:
 """
 
 import dataclasses
+import re
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ import numpy as np
 from safeicrl import checkpoint
 from safeicrl.config import env_from_plain, from_plain
 from safeicrl.envs.api import Discrete, Env, Grid, Key, PyTree
-from safeicrl.errors import UserError, check_budget, check_integer, unknown_name
+from safeicrl.errors import BeyondTraining, UserError, check_budget, check_integer, unknown_name
 from safeicrl.evaluate import with_options
 from safeicrl.tokens import Token, first_token, next_token, usable_budget
 from safeicrl.trial import Agent
@@ -30,7 +32,7 @@ PRETRAINED = Path(__file__).parent / "pretrained"
 
 
 def load_policy(name_or_path: str | Path, *, temperature: float | None = None, greedy: bool = False) -> "Policy":
-    """A released policy by name, by the path of its files, or the best one of the first seed in a run's folder."""
+    """A released policy by name, by the path of its files, or the best one of the lowest seed in a run's folder."""
     path = _find(name_or_path)
     card = checkpoint.read_card(path)
     env, agent = load_agent(path, card)
@@ -45,15 +47,21 @@ def policy_names() -> list[str]:
     return sorted(path.stem for path in PRETRAINED.glob("*.safetensors"))
 
 
+def run_policies(folder: Path) -> dict[int, Path]:
+    """The best policy of each seed of a run, the lowest seed first."""
+    files = [(re.fullmatch(r"best-seed(\d+)", path.stem), path) for path in folder.glob("best-seed*.safetensors")]
+    found = {int(match[1]): path for match, path in files if match}
+    if not found:
+        raise UserError(f"{folder} holds no policy (best-seed*.safetensors); its first evaluation writes one")
+    return dict(sorted(found.items()))
+
+
 def _find(name_or_path: str | Path) -> Path:
     text, path = str(name_or_path), Path(name_or_path)
     if text in policy_names():
         return PRETRAINED / f"{text}.safetensors"
     if path.is_dir():
-        found = sorted(path.glob("best-seed*.safetensors"))
-        if not found:
-            raise UserError(f"{path} holds no policy (best-seed*.safetensors); its first evaluation writes one")
-        return found[0]
+        return next(iter(run_policies(path).values()))
     path = path.with_suffix(".safetensors") if path.suffix in ("", ".json") else path
     if path.exists():
         return path
@@ -119,6 +127,7 @@ class _Trial:
     key: Key
     token: Token | None = None  # the last one, [row]; None before the first call of `act`
     action: jax.Array | None = None  # [row]
+    warned: bool = False  # that it goes on beyond what the policy was trained on
 
 
 class Policy:
@@ -146,6 +155,7 @@ class Policy:
             raise UserError(f"{len(budgets)} budgets were given for a batch of {rows}")
         if hasattr(self.agent, "check_budgets"):
             self.agent.check_budgets(budgets)
+        self.warn_beyond(budgets=budgets)
         self._trial = _Trial(
             batched=batched,
             budget=usable_budget(jnp.broadcast_to(budgets, (rows,)), self.env.spec),
@@ -187,10 +197,34 @@ class Policy:
             token = _next(trial.token, seen, trial.action, reward, cost, ends[0] | ends[1], trial.budget)
         trial.memory, trial.key, trial.action = _act((self.agent, token, trial.key), trial.memory)
         trial.token = token
+        if not trial.warned:
+            past = np.asarray(token.episode) >= self.episodes, np.asarray(token.time) >= self.env.spec.max_steps
+            # of a batch, all rows: one that has finished its trial may be waiting for the others
+            if (past[0] | past[1]).all():
+                trial.warned = True
+                self.warn_beyond(episodes=self.episodes + 1)
         action = np.asarray(trial.action)
         if trial.batched:
             return action
         return int(action[0]) if isinstance(self.env.spec.action, Discrete) else action[0]
+
+    @property
+    def episodes(self) -> int:
+        """K of the trials it was trained on: the algorithm's own setting where it has one, or the environment's."""
+        training: dict[str, Any] = self.card.get("training", {})
+        return training.get("algo", {}).get("config", {}).get("episodes") or self.env.spec.episodes
+
+    def warn_beyond(self, *, budgets: Any = (), episodes: int = 0, steps: int = 0) -> None:
+        """Warn of what it was never trained on: budgets, episodes of a trial, steps of an episode."""
+        spec = self.env.spec
+        usable = lambda values: np.asarray(usable_budget(jnp.asarray(values, jnp.float32), spec))  # noqa: E731
+        (low, high), asked = usable(spec.train_budget), np.ravel(usable(budgets))
+        outside = asked[(asked < low) | (asked > high)]
+        messages = [f"budgets from {low:g} to {high:g}, not {outside[0]:g}"] if len(outside) else []
+        if episodes > self.episodes or steps > spec.max_steps:
+            messages.append(f"trials of {self.episodes} episodes of {spec.max_steps} steps, not more")
+        for message in messages:
+            warnings.warn(f"this policy was trained on {message}", BeyondTraining, stacklevel=3)
 
     def _observation(self, observation: Any, batched: bool, rows: int) -> np.ndarray:
         """The observation as [row, obs], or an error that says what an observation is."""

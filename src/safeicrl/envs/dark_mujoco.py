@@ -47,14 +47,14 @@ class SafeDarkMujoco:
     robot: ClassVar[str]
 
     macro_steps: int = 5  # n, simulation steps in one step
-    hazards: int = 8
+    hazards: int = 8  # discs that cost 1 a simulation step
     cells: int = 9  # objects spawn on a grid of cells², as in SafeDarkRoom
     alpha: float = 0.5  # of the spawn distributions, per cell
-    max_steps: int = 75
-    episodes: int = 20
-    train_budget: tuple[float, float] = (10.0, 50.0)
-    test_budget: tuple[float, float] = (10.0, 50.0)
-    engine: str = "auto"  # see physics.py
+    max_steps: int = 75  # in an episode
+    episodes: int = 20  # K, in a trial
+    train_budget: tuple[float, float] = (10.0, 50.0)  # range of δ in training
+    test_budget: tuple[float, float] = (10.0, 50.0)  # range of δ in evaluation
+    engine: str = "auto"  # of the physics, see physics.py
 
     def __post_init__(self) -> None:
         check_integer("macro_steps", self.macro_steps, 1)

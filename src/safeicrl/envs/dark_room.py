@@ -38,13 +38,13 @@ class RoomState:
 class SafeDarkRoom:
     """A dark grid with a hidden goal and obstacles; every number of the paper is a parameter."""
 
-    size: int = 9
-    obstacles: int = 25
-    alpha: float = 0.5
-    max_steps: int = 30
-    episodes: int = 50
-    train_budget: tuple[float, float] = (1.0, 15.0)
-    test_budget: tuple[float, float] = (1.0, 10.0)
+    size: int = 9  # cells a side
+    obstacles: int = 25  # cells that cost 1 a step
+    alpha: float = 0.5  # of the spawn distributions: how far test rooms lie from training rooms
+    max_steps: int = 30  # in an episode
+    episodes: int = 50  # K, in a trial
+    train_budget: tuple[float, float] = (1.0, 15.0)  # range of δ in training
+    test_budget: tuple[float, float] = (1.0, 10.0)  # range of δ in evaluation
 
     def __post_init__(self) -> None:
         check_integer("size", self.size, 2)

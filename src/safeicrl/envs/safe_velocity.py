@@ -44,11 +44,11 @@ class SafeVelocity:
     hidden: ClassVar[int]  # leading coordinates of qpos that are not observed: where in the world the robot is
 
     multiplier: float | None = None  # set: the one task of both splits, instead of drawing
-    max_steps: int = 75
-    episodes: int = 20
-    train_budget: tuple[float, float] = (0.0, 5.0)
-    test_budget: tuple[float, float] = (0.0, 5.0)
-    engine: str = "auto"  # see physics.py
+    max_steps: int = 75  # in an episode
+    episodes: int = 20  # K, in a trial
+    train_budget: tuple[float, float] = (0.0, 5.0)  # range of δ in training
+    test_budget: tuple[float, float] = (0.0, 5.0)  # range of δ in evaluation
+    engine: str = "auto"  # of the physics, see physics.py
 
     def __post_init__(self) -> None:
         check_integer("max_steps", self.max_steps, 1)
