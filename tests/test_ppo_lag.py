@@ -1,0 +1,306 @@
+"""PPO-Lagrangian: pieces by hand, probes with known constrained optima, and the trainer's and user's way to it."""
+
+import dataclasses
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from probe import Casino, Push, Throw
+
+from safeicrl import load_policy
+from safeicrl.algos import ppo_lag
+from safeicrl.algos.api import METRICS
+from safeicrl.algos.ppo_lag import Learner, MlpAgent, Normaliser, PPOLag, PPOLagConfig, Rollout
+from safeicrl.cli import main
+from safeicrl.envs.api import replace
+from safeicrl.envs.dark_room import SafeDarkRoom
+from safeicrl.envs.fixed import FixedTask
+from safeicrl.errors import UserError
+from safeicrl.evaluate import evaluate, with_options
+from safeicrl.train import EvalConfig, TrainConfig, train
+
+ROOM = SafeDarkRoom(size=5, obstacles=1, max_steps=10)
+# Straight on is 2 steps and costs 1, round the obstacle is 4 steps and costs nothing.
+DETOUR = ROOM.make_task(goal=(2, 4), obstacles=[(2, 3)])
+TINY = PPOLagConfig(iterations=4, envs=4, steps=8, minibatches=2, epochs=2, hidden=(8,))
+FIXED = FixedTask(args=("size=3", "obstacles=1", "max_steps=5", "episodes=3"), limit=1.0)
+
+
+def run(env, config, tasks, limits, seed=0):
+    """Learners side by side: final states and metrics [iteration, learner]."""
+    learner = Learner(env, config)
+    keys = jax.random.split(jax.random.key(seed), len(limits))
+
+    @jax.jit
+    def go(keys, tasks, limits):
+        def body(states, _):
+            states, _, metrics = jax.vmap(learner.iterate)(states, tasks, limits)
+            return states, metrics
+
+        return jax.lax.scan(body, jax.vmap(learner.init)(keys, tasks), length=config.iterations)
+
+    states, metrics = go(keys, tasks, jnp.asarray(limits, jnp.float32))
+    return learner, states, jax.tree.map(np.asarray, metrics)
+
+
+# -- probes
+
+
+def test_the_mean_cost_settles_at_the_limit_where_cost_pays():
+    """The good arm pays and costs 1, the safe one pays ¼: the best at a mean cost of b is `Casino.best(b)`."""
+    env, limits = Casino(), [0.0, 1.0, 3.0]
+    config = PPOLagConfig(iterations=250, learning_rate=3e-3, multiplier_rate=0.2, entropy=0.0, hidden=(16,))
+    _, _, metrics = run(env, config, jnp.full(3, 1), limits)
+    last = {name: metrics[name][-100:].mean(0) for name in ("return", "cost", "lambda")}
+    np.testing.assert_allclose(last["cost"], limits, atol=0.25)
+    np.testing.assert_allclose(last["return"], [env.best(b) for b in limits], atol=0.25)
+    assert (metrics["lambda"] >= 0).all()
+    assert all(np.isfinite(x).all() for x in metrics.values())
+
+
+def test_continuous_actions_throw_as_far_as_the_limit_allows():
+    """The target is at ½; throwing x > 0 costs x, so that the best within a limit of b < ½ is ½ + b."""
+    env, limits = Throw(), [0.1, 0.3, 1.0]
+    config = PPOLagConfig(iterations=250, learning_rate=3e-3, multiplier_rate=0.02, entropy=0.0, hidden=(16,))
+    learner, states, metrics = run(env, config, jnp.full(3, 0.5), limits)
+    best = [0.6, 0.8, 1.0]
+    np.testing.assert_allclose(metrics["cost"][-100:].mean(0), [0.1, 0.3, 0.5], atol=0.08)
+    np.testing.assert_allclose(metrics["return"][-100:].mean(0), best, atol=0.12)
+    assert metrics["lambda"][-1, 2] < 0.01  # a limit that does not bind has no price
+    agent = learner.agent(jax.tree.map(lambda x: x[1], states))
+    assert isinstance(agent, MlpAgent)
+
+
+def test_the_limit_decides_the_way_through_the_room():
+    config = PPOLagConfig(iterations=120, learning_rate=3e-3, multiplier_rate=1.0)
+    tasks = jax.tree.map(lambda x: jnp.stack([x, x]), DETOUR)
+    learner, states, metrics = run(ROOM, config, tasks, [0.0, 5.0])
+    np.testing.assert_allclose(metrics["return"][-20:].mean(0), [1.0, 1.0], atol=0.03)
+    np.testing.assert_allclose(metrics["cost"][-20:].mean(0), [0.0, 1.0], atol=0.06)
+    for index, cost in ((0, 0.0), (1, 1.0)):
+        agent = learner.agent(jax.tree.map(lambda x, i=index: x[i], states))
+        greedy, _ = with_options(ROOM, agent, greedy=True)
+        found = evaluate(Laid(), greedy, tasks=1, episodes=2, segments=1)
+        assert (found.returns == 1).all()
+        assert (found.costs == cost).all()
+
+
+@dataclasses.dataclass(frozen=True)
+class Laid(SafeDarkRoom):
+    """Every task is the detour."""
+
+    size: int = 5
+    obstacles: int = 1
+    max_steps: int = 10
+
+    def sample_task(self, key, split):
+        return DETOUR
+
+
+# -- by hand
+
+
+def test_advantages_bootstrap_a_truncated_episode_and_not_a_terminated_one():
+    """Two environments, three steps; the critics say 2 (reward) and 3 (cost) everywhere."""
+    config = PPOLagConfig(envs=2, steps=3, minibatches=1, discount=0.5, cost_discount=0.5, trace=0.5)
+    learner = Learner(ROOM, config)
+    state = learner.init(jax.random.key(0), DETOUR)
+    nets = jax.tree.map(jnp.zeros_like, state.params.nets)
+    nets = eqx.tree_at(lambda n: n.layers[-1].bias, nets, jnp.array([0.0, 2.0, 3.0])[:, None] * jnp.ones((3, 5)))
+    state = replace(state, params=replace(state.params, nets=nets), multiplier=jnp.float32(0.5))
+    flags = lambda *rows: jnp.array(rows, bool)  # noqa: E731  [time, env]
+    zeros = jnp.zeros((3, 2))
+    played = Rollout(
+        observation=jnp.zeros((3, 2, 2), jnp.int32), action=jnp.zeros((3, 2), jnp.int32),
+        reward=zeros.at[1].set(1.0), cost=zeros.at[2, 0].set(1.0),
+        terminated=flags([0, 0], [1, 0], [0, 0]), truncated=flags([0, 0], [0, 1], [0, 0]),
+        final_observation=jnp.ones((3, 2, 2), jnp.int32), log_prob=zeros, returns=zeros, costs=zeros,
+    )  # fmt: skip
+    batch, _ = learner.prepare(state, played)
+    # reward: errors −1, (1 − 2 terminated | 1 + 1 − 2 truncated), −1; step 0 adds ¼ of step 1's
+    reward = np.array([[-1.25, -1.0], [-1.0, 0.0], [-1.0, -1.0]])
+    cost = np.array([[-1.5 - 0.75, -1.5 - 0.375], [-3.0, -1.5], [-0.5, -1.5]])
+    np.testing.assert_allclose(batch.targets.reshape(3, 2, 2), np.stack([reward + 2, cost + 3], -1), rtol=1e-5)
+    reward = (reward - reward.mean()) / (reward.std() + 1e-3)
+    combined = (reward - 0.5 * (cost - cost.mean())) / 1.5
+    np.testing.assert_allclose(batch.advantage.reshape(3, 2), combined, rtol=1e-4)
+
+
+def test_the_multiplier_follows_the_violation_within_its_bounds():
+    learner = Learner(ROOM, PPOLagConfig(multiplier_rate=0.5, multiplier_cap=2.0))
+    move = lambda *x: float(learner.move(*(jnp.float32(v) for v in x)))  # noqa: E731
+    assert move(1.0, 4.0, 2.0, 3) == pytest.approx(1.0 + 0.5 * 2 / 10)
+    assert move(1.0, 1.0, 2.0, 3) == pytest.approx(1.0 - 0.5 * 1 / 10)
+    assert move(0.01, 0.0, 5.0, 3) == 0.0
+    assert move(1.99, 10.0, 0.0, 3) == 2.0
+    assert move(1.0, 4.0, 2.0, 0) == 1.0  # no episode ended
+
+
+def test_an_iteration_in_which_no_episode_ends_is_sound():
+    """Steps of half an episode: the ends come every second iteration."""
+    env = Push(max_steps=16)
+    config = dataclasses.replace(TINY, iterations=5, multiplier=0.3)
+    _, _, metrics = run(env, config, jnp.zeros(2), [0.0, 1.0])
+    assert all(np.isfinite(x).all() for x in metrics.values())
+    np.testing.assert_array_equal(metrics["episodes"][:, 0], [0, 4, 0, 4, 0])
+    assert (metrics["lambda"][0] == np.float32(0.3)).all()
+    np.testing.assert_array_equal(metrics["lambda"][1], metrics["lambda"][2])
+    np.testing.assert_array_equal(metrics["return"][1], metrics["return"][2])  # the last known
+
+
+def test_looking_up_cells_is_the_same_as_evaluating_each_step(monkeypatch):
+    config = dataclasses.replace(TINY, entropy=0.1)
+    looked_up, states, _ = run(ROOM, config, jax.tree.map(lambda x: x[None], DETOUR), [1.0])
+    assert looked_up.cells is not None
+    monkeypatch.setattr(ppo_lag, "TABLE", 0)
+    plain, others, _ = run(ROOM, config, jax.tree.map(lambda x: x[None], DETOUR), [1.0])
+    assert plain.cells is None
+    for a, b in zip(jax.tree.leaves(states.params), jax.tree.leaves(others.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-4)
+
+
+def test_a_learner_is_the_same_alone_and_beside_others():
+    tasks = jax.tree.map(lambda x: jnp.stack([x] * 3), DETOUR)
+    learner, states, metrics = run(ROOM, TINY, tasks, [0.0, 1.0, 2.0])
+    state = learner.init(jax.random.split(jax.random.key(0), 3)[1], DETOUR)
+    for iteration in range(TINY.iterations):
+        state, played, alone = jax.jit(learner.iterate)(state, DETOUR, jnp.float32(1.0))
+        assert float(alone["return"]) == pytest.approx(metrics["return"][iteration, 1])
+    np.testing.assert_allclose(
+        state.params.nets.layers[0].weight, states.params.nets.layers[0].weight[1], atol=1e-4
+    )
+    assert played.reward.shape == (TINY.steps, TINY.envs)
+
+
+def test_the_normaliser_is_the_mean_and_variance_of_all_it_saw():
+    rng = np.random.default_rng(0)
+    parts = [rng.normal(3, 2, (n, 4, 2)).astype(np.float32) for n in (5, 1, 20)]
+    normaliser = Normaliser.start(2)
+    np.testing.assert_allclose(normaliser(jnp.array([2.0, -3.0])), [2.0, -3.0], rtol=1e-5)
+    for part in parts:
+        normaliser = normaliser.update(jnp.asarray(part))
+    seen = np.concatenate(parts).reshape(-1, 2)
+    np.testing.assert_allclose(normaliser.mean, seen.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(normaliser.variance, seen.var(0), rtol=1e-4)
+    np.testing.assert_allclose(normaliser(jnp.asarray(seen)).std(0), [1, 1], rtol=1e-3)
+    assert normaliser(jnp.full(2, 1e9)).max() == 10.0
+
+
+# -- the trainer and the user
+
+
+def test_a_fixed_task_is_one_task_whoever_asks():
+    tasks = jax.vmap(lambda k: FIXED.sample_task(k, "test"))(jax.random.split(jax.random.key(0), 5))
+    assert (tasks.goal == tasks.goal[0]).all()
+    expected = FIXED.inner.sample_task(jax.random.key(0), "train")
+    np.testing.assert_array_equal(tasks.obstacles[3], expected.obstacles)
+    assert FIXED.spec.train_budget == FIXED.spec.test_budget == (1.0, 1.0)
+    assert FIXED.inner == SafeDarkRoom(size=3, obstacles=1, max_steps=5, episodes=3)
+    other = dataclasses.replace(FIXED, args=("train_budget=[1, 2]",)).inner
+    assert other.train_budget == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "safe-dark-rom"}, "unknown environment 'safe-dark-rom'.* Did you mean 'safe-dark-room'"),
+        ({"name": "fixed-task"}, "not of fixed-task"),
+        ({"args": ("size",)}, "name=value pairs, got 'size'"),
+        ({"args": ("sizes=3",)}, "unknown parameter of safe-dark-room 'sizes'"),
+        ({"limit": -1.0}, "limit must be a finite number ≥ 0"),
+        ({"split": "both"}, "split must be 'train' or 'test'"),
+    ],
+)
+def test_a_fixed_task_that_cannot_be(changes, message):
+    with pytest.raises(UserError, match=message):
+        FixedTask(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"envs": 0}, "envs must be an integer ≥ 1, got 0"),
+        ({"learning_rate": 0.0}, "learning_rate must be a finite number > 0"),
+        ({"discount": 1.1}, "discount must be at most 1, got 1.1"),
+        ({"multiplier": 11.0}, "multiplier 11.0 is above multiplier_cap 10.0"),
+        ({"minibatches": 5}, r"envs · steps \(512\) must be a multiple of minibatches \(5\)"),
+        ({"hidden": (64, 0)}, "hidden must be an integer ≥ 1, got 0"),
+    ],
+)
+def test_settings_that_cannot_be(changes, message):
+    with pytest.raises(UserError, match=message):
+        PPOLagConfig(**changes)
+
+
+def test_many_tasks_are_not_for_it():
+    with pytest.raises(UserError, match=r"ppo-lag learns one task .* SafeDarkRoom has budgets from 1.0 to 15.0"):
+        PPOLag(SafeDarkRoom(), PPOLagConfig())
+
+
+def test_it_reports_what_every_algorithm_does():
+    algorithm = PPOLag(FIXED, TINY)
+    state, metrics = jax.jit(algorithm.update)(algorithm.init(jax.random.key(0)))
+    assert set(METRICS) <= set(metrics)
+    assert float(metrics["env_steps"]) == 4 * 8
+    assert float(metrics["budget"]) == 1.0
+    began = algorithm.start_from(algorithm.init(jax.random.key(1)), state)
+    assert began.params is state.params
+    assert float(began.multiplier) == TINY.multiplier
+
+
+def test_interrupted_and_resumed_is_uninterrupted_and_loads_in_one_line(tmp_path):
+    options = TrainConfig(iterations=4, chunk=2, evaluation=EvalConfig(every=0, tasks=2, segments=1))
+    whole = train(PPOLag(FIXED, TINY), options, out=tmp_path / "whole")
+    train(PPOLag(FIXED, TINY), dataclasses.replace(options, iterations=2), out=tmp_path / "cut")
+    resumed = train(PPOLag(FIXED, TINY), options, out=tmp_path / "cut", resume=True)
+    for a, b in zip(jax.tree.leaves(whole.state.params), jax.tree.leaves(resumed.state.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    policy = load_policy(tmp_path / "whole")
+    assert policy.card["env"]["name"] == "fixed-task"
+    assert policy.env == FIXED
+    policy.start(budget=1)
+    assert policy.act([1, 1]) in range(5)
+    trained = whole.agent(PPOLag(FIXED, TINY))
+    np.testing.assert_array_equal(policy.agent.net.layers[0].weight, trained.net.layers[0].weight)
+
+
+def test_a_continuous_policy_carries_its_normaliser(tmp_path):
+    env = Push()
+    learner, states, _ = run(env, TINY, jnp.zeros(1), [1.0])
+    agent = learner.agent(jax.tree.map(lambda x: x[0], states))
+    form = eqx.filter_eval_shape(MlpAgent.build, env.spec, TINY.hidden)
+    assert jax.tree.structure(eqx.filter(agent, eqx.is_array)) == jax.tree.structure(form)
+    assert float(agent.normaliser.count) == TINY.iterations * TINY.envs * TINY.steps
+
+
+def test_the_command_line_names_an_algorithm_and_an_environment(tmp_path, capsys):
+    tiny = [
+        "--algo.iterations",
+        "2",
+        "--chunk",
+        "1",
+        "--algo.envs",
+        "2",
+        "--algo.steps",
+        "4",
+        "--evaluation.tasks",
+        "1",
+    ]
+    room = ["--env.args", "size=3", "obstacles=1", "max_steps=5", "episodes=2", "--env.limit", "2.5"]
+    out = tmp_path / "run"
+    asked = ["train", "--algo", "ppo-lag", "--env=safe-dark-room", "--out", str(out), *tiny, *room]
+    assert main(asked) == 0
+    saved = json.loads((out / "config.json").read_text())
+    assert saved["algo"]["name"] == "ppo-lag"
+    assert saved["env"]["parameters"]["limit"] == 2.5
+    capsys.readouterr()
+    assert main(["evaluate", str(out), "--tasks", "2"]) == 0
+    assert main(["train", "--algo", "ppo-lg"]) == 2
+    assert "unknown algorithm 'ppo-lg'" in capsys.readouterr().err
+    assert main(["train", "--algo", "ppo-lag", "--env", "moon"]) == 2
+    assert "unknown environment 'moon'" in capsys.readouterr().err
+    assert main(["train", "--algo", "ppo-lag", "--preset", "darkroom"]) == 2
+    assert "leave out --preset" in capsys.readouterr().err
