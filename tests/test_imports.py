@@ -19,7 +19,7 @@ LAYERS = (
     ("optimisers",),
     ("algos",),
     ("train", "evaluate"),
-    ("policy", "contenders", "presets", "plots", "report", "animation", "demo", "collect"),
+    ("policy", "contenders", "presets", "plots", "report", "animation", "demo", "collect", "demonstrations"),
     ("cli", "play", "__main__", "__init__"),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

@@ -18,12 +18,12 @@ from safeicrl.decision import RTG_FLOOR, DecisionAgent
 from safeicrl.demonstrations import EpsConfig, NoisyPlanner, collect_demonstrations
 from safeicrl.envs.api import replace
 from safeicrl.envs.dark_room import SafeDarkRoom
-from safeicrl.errors import UserError
+from safeicrl.errors import BeyondTraining, UserError
 from safeicrl.evaluate import evaluate, with_options
 from safeicrl.histories import open_histories
 from safeicrl.log import read_metrics
-from safeicrl.nets.decision import DecisionConfig, DecisionNet, Scales, Steps, drop, dropout_key, unit_scales
-from safeicrl.policy import load_policy
+from safeicrl.nets.decision import DecisionConfig, DecisionNet, Steps, drop, dropout_key, unit_scales
+from safeicrl.policy import Policy, load_policy
 from safeicrl.reference import PlannerAgent
 from safeicrl.train import EvalConfig, TrainConfig, train
 from safeicrl.trial import run_trials, sample_queue
@@ -242,13 +242,14 @@ def test_the_window_holds_what_is_derived_by_hand():
 
 
 def test_budgets_beyond_the_data_are_warned_of():
-    scales = Scales(**{**vars(unit_scales(ROOM.spec)), "costs": jnp.array([0.0, 2.0])})
+    scales = replace(unit_scales(ROOM.spec), costs=jnp.array([0.0, 2.0]))
     agent = DecisionAgent(net=DecisionNet(SMALL, ROOM.spec, jax.random.key(0)), scales=scales)
-    with pytest.warns(UserWarning, match="budgets 1 to 3 reach beyond the data .* cost 0 to 2"):
-        agent.check_budgets(np.array([1.0, 3.0]))
+    policy = Policy(env=ROOM, agent=agent, card={"kind": "decision"})
+    with pytest.warns(BeyondTraining, match="trained on budgets from 0 to 2, not 3"):
+        policy.warn_beyond(budgets=[1.0, 3.0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        agent.check_budgets(np.array([0.5, 2.0]))
+        policy.warn_beyond(budgets=[0.0, 2.0])
 
 
 # -- learning -----------------------------------------------------------------------------------------------
@@ -377,8 +378,8 @@ def test_noise_falls_in_a_straight_line():
 
 def test_demonstrations_are_histories_that_end_at_the_planners_best(tmp_path):
     config = EpsConfig(tasks=6, limits=(0.0, 2.0), steps=600, group=5)
-    out = collect_demonstrations(ROOM, config, tmp_path / "eps")
-    histories = open_histories(out, env=ROOM, verify=True)
+    histories = collect_demonstrations(ROOM, config, out=tmp_path / "eps")
+    open_histories(tmp_path / "eps", env=ROOM, verify=True)
     assert histories.observation.shape == (12, 600, 2)
     assert histories.limit.tolist() == [0, 2] * 6
     early, late = [], []
@@ -391,4 +392,4 @@ def test_demonstrations_are_histories_that_end_at_the_planners_best(tmp_path):
         late.append(sums.returns[tail].mean())
     assert np.mean(late) > np.mean(early)
     with pytest.raises(UserError, match="SafeDarkRoom only, not in Casino"):
-        collect_demonstrations(Casino(), config, tmp_path / "no")
+        collect_demonstrations(Casino(), config, out=tmp_path / "no")

@@ -171,25 +171,32 @@ def _check_resumable(saved: Any, asked: Any) -> None:
 
 
 def collect(args: list[str]) -> None:
-    """Collect learning histories of PPO-Lagrangian, for Safe AD; the same command goes on after an interrupt."""
-    from safeicrl.collect import CollectConfig, default_config, progress_table
-    from safeicrl.collect import collect as run
+    """Collect learning histories for Safe AD, or demonstrations; the same command goes on after an interrupt."""
+    from safeicrl.collect import collect as learn
+    from safeicrl.collect import default_config, progress_table
     from safeicrl.config import env_from_plain
+    from safeicrl.demonstrations import EpsConfig, collect_demonstrations
     from safeicrl.envs.registry import make_env
     from safeicrl.histories import export_minari
 
-    name = _option(args, "--env") or "safe-dark-room"
+    name, who = _option(args, "--env") or "safe-dark-room", _option(args, "--by") or "ppo-lag"
+    if who not in ("ppo-lag", "eps"):
+        raise unknown_name("maker of histories", who, ("ppo-lag", "eps"))
     helped = lambda kind, text: Annotated[kind, tyro.conf.arg(help=text)]  # noqa: E731
-    default = default_config(make_env(name))
+    run: Callable[..., Any] = collect_demonstrations if who == "eps" else learn
+    default: Any = EpsConfig() if who == "eps" else default_config(make_env(name))
+    folder = Path("histories") / (f"{name}-eps" if who == "eps" else name)
+    by = helped(Literal["ppo-lag", "eps"], "who learns: PPO-Lagrangian, or a planner under noise that dies down")
     form = dataclasses.make_dataclass(
         "Collect",
         [
             ("env", helped(str, "name of the environment, see safeicrl list"), field(default=name)),
             ("env_args", helped(tuple[str, ...], "its parameters, e.g. size=5 obstacles=6"), field(default=())),
-            ("out", helped(Path, "folder of the histories"), field(default=Path("histories") / name)),
+            ("by", by, field(default=who)),
+            ("out", helped(Path, "folder of the histories"), field(default=folder)),
             ("minari", helped(str | None, "name of a Minari dataset to write as well"), field(default=None)),
             # without a prefix: --tasks, --limits; the learner's settings are --learner.learning-rate
-            ("what", Annotated[CollectConfig, tyro.conf.arg(name="")], field(default=default)),
+            ("what", Annotated[type(default), tyro.conf.arg(name="")], field(default=default)),
         ],
         frozen=True,
     )

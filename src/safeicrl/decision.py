@@ -1,11 +1,8 @@
 """Safe AD as an agent: asks its decision transformer for actions that reach a return within a budget."""
 
-import warnings
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from safeicrl.envs.api import Box, Discrete, Grid, Key, PyTree, record, replace
 from safeicrl.errors import UserError
@@ -108,15 +105,11 @@ class DecisionAgent(eqx.Module):
         share = budget / max(self.net.spec.test_budget[1], 1e-6)
         return self.scales.returns[1] * jnp.clip(share, RTG_FLOOR, 1.0)
 
-    def check_budgets(self, budgets: np.ndarray) -> None:
-        """Warn, once, of budgets that no episode of the data comes near: the network has never met them."""
+    @property
+    def known_budgets(self) -> tuple[float, float]:
+        """Least and greatest cost of an episode in the data: budgets that the network has met as a cost-to-go."""
         least, most = (float(x) for x in self.scales.costs)
-        if budgets.min() < least or budgets.max() > most:
-            warnings.warn(
-                f"budgets {budgets.min():g} to {budgets.max():g} reach beyond the data of this policy, "
-                f"whose episodes cost {least:g} to {most:g}",
-                stacklevel=2,
-            )
+        return least, most
 
 
 def _put(x: jax.Array, at: jax.Array, value: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ from safeicrl.envs.api import Env, Key, PyTree, record, replace
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.errors import UserError, check_budget, check_integer, check_number
 from safeicrl.evaluate import describe_env, surroundings
-from safeicrl.histories import TRUNCATED, HistoryWriter
+from safeicrl.histories import TRUNCATED, Histories, HistoryWriter, open_histories
 from safeicrl.reference import Plan, PlannerAgent
 from safeicrl.tokens import Token
 from safeicrl.trial import run_trials
@@ -87,7 +87,7 @@ class NoisyPlanner(eqx.Module):
         return 1 + (config.floor - 1) * fallen
 
 
-def collect_demonstrations(env: Env, config: EpsConfig, out: str | Path) -> Path:
+def collect_demonstrations(env: Env, config: EpsConfig, *, out: str | Path) -> Histories:
     """Write the demonstrations to `out` as learning histories; begins where an interrupted call stopped."""
     if not isinstance(env, SafeDarkRoom):
         raise UserError(f"the eps demonstrator plans in SafeDarkRoom only, not in {type(env).__name__}")
@@ -97,9 +97,8 @@ def collect_demonstrations(env: Env, config: EpsConfig, out: str | Path) -> Path
     limit = np.tile(np.asarray(config.limits, np.float32), config.tasks)
     request: dict[str, Any] = {
         "env": describe_env(env),
-        "algo": {"name": "eps", "config": asdict(config)},
-        "seed": config.seed,
-        "steps": config.steps,
+        "algo": {"name": "eps", "config": {"floor": config.floor, "decay": config.decay}},
+        "collection": {name: value for name, value in asdict(config).items() if name not in ("floor", "decay")},
     }
     writer = HistoryWriter(out, env=env, request=request, steps=config.steps, limit=limit, task=task)
     task_key, play_key = jax.random.split(jax.random.key(config.seed))
@@ -113,7 +112,7 @@ def collect_demonstrations(env: Env, config: EpsConfig, out: str | Path) -> Path
         group = jax.tree.map(np.asarray, _play(env, config, tasks, jnp.asarray(limit[which])[:, None], key))
         group["final"] = _final(group, env.max_steps)
         writer.append(group, seconds=time.perf_counter() - begin, **surroundings())
-    return Path(out)
+    return open_histories(out, env=env)
 
 
 @eqx.filter_jit

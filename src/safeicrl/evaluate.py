@@ -54,8 +54,6 @@ def evaluate(
     task_key, run_key = jax.random.split(jax.random.key(seed))
     sampled = _sample(env, check_split(split), jax.random.split(task_key, tasks))
     budget = grid[np.arange(tasks) * len(grid) // tasks]  # [task]: every budget equally often
-    if hasattr(agent, "check_budgets"):
-        agent.check_budgets(budget)
     rows = min(rows, tasks)
     segments = segments if _grows(agent, sampled, episodes * env.spec.max_steps) else 1
     parts = []

@@ -153,8 +153,6 @@ class Policy:
         rows = check_integer("batch", batch if batch is not None else budgets.size, 1)
         if budgets.ndim == 1 and len(budgets) != rows:
             raise UserError(f"{len(budgets)} budgets were given for a batch of {rows}")
-        if hasattr(self.agent, "check_budgets"):
-            self.agent.check_budgets(budgets)
         self.warn_beyond(budgets=budgets)
         self._trial = _Trial(
             batched=batched,
@@ -218,7 +216,8 @@ class Policy:
         """Warn of what it was never trained on: budgets, episodes of a trial, steps of an episode."""
         spec = self.env.spec
         usable = lambda values: np.asarray(usable_budget(jnp.asarray(values, jnp.float32), spec))  # noqa: E731
-        (low, high), asked = usable(spec.train_budget), np.ravel(usable(budgets))
+        known = getattr(self.agent, "known_budgets", spec.train_budget)  # of data, or of the trials it played
+        (low, high), asked = usable(known), np.ravel(usable(budgets))
         outside = asked[(asked < low) | (asked > high)]
         messages = [f"budgets from {low:g} to {high:g}, not {outside[0]:g}"] if len(outside) else []
         if episodes > self.episodes or steps > spec.max_steps:

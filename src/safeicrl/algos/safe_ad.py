@@ -26,7 +26,7 @@ from safeicrl.windows import Windows, make_windows, measure_scales
 class SafeADConfig:
     """All of Safe AD's settings; the defaults are the paper's table for SafeDarkRoom."""
 
-    histories: str = "histories/darkroom"  # folder that `safeicrl collect` wrote
+    histories: str = "histories/safe-dark-room"  # folder that `safeicrl collect` wrote
     iterations: int = 100
     updates: int = 50  # gradient steps in an iteration
     batch: int = 512  # windows in a gradient step
