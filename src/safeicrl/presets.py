@@ -9,6 +9,7 @@ from typing import Any
 from safeicrl.algos.api import Algorithm
 from safeicrl.algos.registry import algo_name, find_algo
 from safeicrl.config import env_from_plain, from_plain
+from safeicrl.envs.api import Grid
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.envs.fixed import FixedTask
 from safeicrl.envs.registry import make_env
@@ -57,6 +58,8 @@ def experiment(algo: str, env: str) -> Experiment:
     _, config = find_algo(algo)
     if algo == "ppo-lag":
         return _ppo_lag(env)
+    if algo == "safe-ad":
+        return _safe_ad(env)
     return Experiment(env=make_env(env), algo=config(), train=TrainConfig())
 
 
@@ -137,9 +140,54 @@ def _darkroom_small() -> Experiment:
     return Experiment(env=env, algo=algo, train=train)
 
 
+def _safe_ad(name: str) -> Experiment:
+    """Safe AD on the histories that `safeicrl collect --env NAME` writes, at the sizes of the paper's table."""
+    from safeicrl.algos.safe_ad import SafeADConfig
+    from safeicrl.nets.decision import DecisionConfig
+
+    env, histories = make_env(name), f"histories/{name}"
+    if isinstance(env.spec.observation, Grid):
+        algo = SafeADConfig(histories=histories, stride=50)
+    else:
+        net = DecisionConfig(embedding=512, width=256, context=200)
+        algo = SafeADConfig(histories=histories, batch=128, net=net)
+    train = TrainConfig(evaluation=EvalConfig(every=0, tasks=200))
+    return Experiment(env=env, algo=algo, train=train)
+
+
+def _darkroom_safe_ad() -> Experiment:
+    """Safe AD in the paper's room, at the paper's sizes, for one GPU; `safeicrl collect` first."""
+    return _safe_ad("safe-dark-room")
+
+
+def _point_safe_ad() -> Experiment:
+    """Safe AD with real-valued actions; `safeicrl collect --env safe-dark-point` first."""
+    return _safe_ad("safe-dark-point")
+
+
+def _darkroom_safe_ad_small() -> Experiment:
+    """Safe AD in the 5×5 room of darkroom-small, on a CPU in minutes; docs/safe_ad.md says how to collect."""
+    from safeicrl.algos.safe_ad import SafeADConfig
+    from safeicrl.nets.decision import DecisionConfig
+
+    net = DecisionConfig(
+        embedding=32, width=64, layers=3, heads=2, context=48,
+        attention_dropout=0.1, residual_dropout=0.0, embedding_dropout=0.0,
+    )  # fmt: skip
+    algo = SafeADConfig(
+        histories="histories/darkroom-small", iterations=40, updates=50, batch=64, stride=20, warmup=100,
+        learning_rate=1e-3, net=net,
+    )  # fmt: skip
+    train = TrainConfig(evaluation=EvalConfig(every=0, tasks=200))
+    return Experiment(env=_darkroom_small().env, algo=algo, train=train)
+
+
 PRESETS: dict[str, Callable[[], Experiment]] = {
     "darkroom": _darkroom,
     "darkroom-tune": _darkroom_tune,
     "darkroom-paper": _darkroom_paper,
     "darkroom-small": _darkroom_small,
+    "darkroom-safe-ad": _darkroom_safe_ad,
+    "darkroom-safe-ad-small": _darkroom_safe_ad_small,
+    "point-safe-ad": _point_safe_ad,
 }
