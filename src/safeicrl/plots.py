@@ -105,11 +105,12 @@ def over_budget(groups: Groups, bins: int = 12) -> Figure:
 def training(runs: Sequence[tuple[str, list[dict[str, Any]], str]]) -> Figure:
     """Training curves against env steps: (name, lines of metrics.jsonl, command) per run."""
     figure, axes = _figure(2, 2, (8.4, 5.6))
+    playing = any("lambda" in line for _, log, _ in runs for line in log)  # Safe AD only reads histories
     panels = (
         ("return", "eval/last_return", "episode return"),
         ("cost", "eval/cost", "episode cost (dotted: mean budget)"),
         ("over_budget", "eval/over_budget", "share of episodes over budget"),
-        ("lambda", None, "multiplier λ"),
+        ("lambda", None, "multiplier λ") if playing else ("loss", None, "loss"),
     )
     for axis, (name, evaluated, title) in zip(axes.ravel(), panels, strict=True):
         lines = []

@@ -44,21 +44,19 @@ def make_windows(histories: Any, length: int, *, stride: int = 1, share: float =
     The share is of whole histories, chosen by `seed`; it only moves `count`, so that shares run in one program.
     """
     parts: list[Steps] = []
-    starts: list[list[int]] = []
+    starts: list[np.ndarray] = []  # of each history
     begin = longest = 0
     for index in range(len(histories.done)):
-        own: list[int] = []
-        for part in _strands(histories, index, stride):
-            size = len(part.reward)
-            own += range(begin, begin + size - length + 1)
-            begin, longest = begin + size, max(longest, size)
-            parts.append(part)
-        starts.append(own)
-    if not any(starts):
+        part, sizes = _strands(histories, index, stride)
+        first = begin + np.cumsum(sizes) - sizes  # of each strand
+        own = [np.arange(at, at + size - length + 1) for at, size in zip(first, sizes, strict=True)]
+        starts.append(np.concatenate(own))
+        parts.append(part)
+        begin, longest = begin + sizes.sum(), max(longest, *sizes)
+    if not sum(len(own) for own in starts):
         every = f" with every {stride}th episode" if stride > 1 else ""
         raise UserError(f"a window of {length} steps is longer than the longest history{every}, {longest} steps")
-    order = np.random.default_rng(seed).permutation(len(starts))
-    shuffled = [np.asarray(starts[i], np.int32) for i in order]
+    shuffled = [starts[i].astype(np.int32) for i in np.random.default_rng(seed).permutation(len(starts))]
     used = sum(len(own) for own in shuffled[: max(1, round(share * len(shuffled)))])
     if used == 0:
         raise UserError(f"a share of {share:g} of the histories holds no window of {length} steps")
@@ -66,17 +64,16 @@ def make_windows(histories: Any, length: int, *, stride: int = 1, share: float =
     return Windows(steps=joined, starts=jnp.asarray(np.concatenate(shuffled)), count=jnp.int32(used))
 
 
-def _strands(histories: Any, index: int, stride: int) -> list[Steps]:
-    """One history as `stride` strands of every `stride`-th episode; an unfinished last episode has no label."""
-    done = np.asarray(histories.done[index]) > 0
-    ends = np.flatnonzero(done)
-    if not len(ends):
-        return []
-    whole = ends[-1] + 1
-    done = done[:whole]
-    first = np.concatenate([[0], ends[:-1] + 1])  # [episode]
+def _strands(histories: Any, index: int, stride: int) -> tuple[Steps, np.ndarray]:
+    """One history as strands of every `stride`-th episode, one after another, and their sizes, [stride].
+
+    An unfinished last episode is left out: what came of it is unknown.
+    """
+    ends = np.flatnonzero(histories.done[index])
+    whole = ends[-1] + 1 if len(ends) else 0
+    first = np.concatenate([[0], ends + 1])  # [episode]
     episode = np.searchsorted(ends, np.arange(whole))  # [step]
-    reward, cost = (np.asarray(x[index][:whole]) for x in (histories.reward, histories.cost))
+    done, reward, cost = (np.asarray(x[index][:whole]) for x in (histories.done, histories.reward, histories.cost))
     arrays: dict[str, Any] = {
         "observation": np.asarray(histories.observation[index][:whole]),
         "action": np.asarray(histories.action[index][:whole]),
@@ -86,8 +83,9 @@ def _strands(histories: Any, index: int, stride: int) -> list[Steps]:
         "ctg": to_go(cost, done),
         "time": (np.arange(whole) - first[episode]).astype(np.int16),
     }
-    steps = Steps(**arrays)
-    return [jax.tree.map(lambda x, keep=episode % stride == i: x[keep], steps) for i in range(stride)]
+    order = np.argsort(episode % stride, kind="stable")
+    steps = Steps(**{name: array[order] for name, array in arrays.items()})
+    return steps, np.bincount(episode % stride, minlength=stride)
 
 
 def measure_scales(windows: Windows, spec: EnvSpec) -> Scales:
