@@ -133,12 +133,27 @@ def test_an_episode_past_its_time_limit_is_warned_of():
 
 def test_k_is_the_algorithms_where_it_has_its_own():
     policy = nosy()
-    policy.card["training"] = {"algo": {"config": {"episodes": 2}}}
+    policy.card["training"] = [
+        {"algo": {"config": {"episodes": 3}}},
+        {"algo": {"config": {"episodes": 2}}},
+    ]  # stages
     policy.start(budget=2)
     policy.act((1, 1))
     policy.act((1, 1), 0.0, 0.0, True)
     with pytest.warns(BeyondTraining, match="trials of 2 episodes"):
         policy.act((1, 1), 0.0, 0.0, True)
+
+
+@pytest.mark.parametrize("name", policies.policy_names())
+def test_a_shipped_policy_knows_what_it_was_trained_on(name):
+    policy = load_policy(name)
+    low, high = policy.env.spec.train_budget
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        policy.start(budget=[low, high])
+    assert policy.episodes == policy.env.spec.episodes
+    with pytest.warns(BeyondTraining, match=f"budgets from {low:g} to {high:g}, not {high + 1:g}"):
+        policy.start(budget=high + 1)
 
 
 def test_seeds_decide_sampled_actions():

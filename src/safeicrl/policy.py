@@ -209,8 +209,9 @@ class Policy:
     @property
     def episodes(self) -> int:
         """K of the trials it was trained on: the algorithm's own setting where it has one, or the environment's."""
-        training: dict[str, Any] = self.card.get("training", {})
-        return training.get("algo", {}).get("config", {}).get("episodes") or self.env.spec.episodes
+        stages: Any = self.card.get("training") or {}
+        last: dict[str, Any] = stages[-1] if isinstance(stages, list) else stages
+        return last.get("algo", {}).get("config", {}).get("episodes") or self.env.spec.episodes
 
     def warn_beyond(self, *, budgets: Any = (), episodes: int = 0, steps: int = 0) -> None:
         """Warn of what it was never trained on: budgets, episodes of a trial, steps of an episode."""
