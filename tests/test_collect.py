@@ -119,10 +119,10 @@ def test_other_seeds_are_other_histories_in_another_folder(histories, tmp_path):
 def test_progress_is_measured_at_the_start_in_the_middle_and_at_the_end(histories):
     found = learning_progress(histories)
     assert list(found) == [0.0, 2.0]
-    sums = [histories.episodes(i) for i in (0, 2)]
-    last = [s.returns[s.ends > 190] for s in sums]
-    if any(len(x) for x in last):
-        assert found[0.0]["return"][2] == pytest.approx(np.concatenate(last).mean())
+    sums = [histories.episodes(i) for i in (0, 2)]  # the histories at limit 0
+    middle = [s.costs[(s.ends > 95) & (s.ends <= 105)] for s in sums]
+    assert all(len(costs) for costs in middle)
+    assert found[0.0]["cost"][1] == pytest.approx(np.mean([costs.mean() for costs in middle]))
     assert found[0.0]["episodes"] == sum(len(s.ends) for s in sums)
 
 

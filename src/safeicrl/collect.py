@@ -60,7 +60,7 @@ class CollectConfig:
 def default_config(env: Env) -> CollectConfig:
     """The paper's 4M steps of a room; 2M steps at limit 0 elsewhere. Both learn all through their histories."""
     if isinstance(env.spec.observation, Grid):
-        learner = PPOLagConfig(epochs=1, learning_rate=3e-4, multiplier_rate=0.2)
+        learner = PPOLagConfig(epochs=1, learning_rate=3e-4)
         return CollectConfig(learner=learner)
     learner = PPOLagConfig(steps=64, epochs=4, minibatches=8, entropy=0.0)
     return CollectConfig(tasks=8, limits=(0.0,), steps=250_000, group=8, learner=learner)
@@ -225,21 +225,27 @@ def progress_table(histories: Histories) -> Table:
 
 
 def learning_progress(histories: Histories) -> dict[float, dict[str, Any]]:
-    """By limit: mean return and cost of the episodes that ended in the first, middle and last 5% of the steps."""
+    """By limit: mean return and cost of the episodes that ended in the first, middle and last 5% of the steps.
+
+    Means of each history's own mean: those that learn early, whose episodes are short and many, weigh no more.
+    """
     found = {}
     steps = histories.reward.shape[1]
+    begins = np.array([0.0, 0.5 - WINDOW / 2, 1 - WINDOW]) * steps
     for limit in np.unique(histories.limit):
         sums = [histories.episodes(int(i)) for i in np.flatnonzero(histories.limit == limit)]
-        ends = np.concatenate([s.ends for s in sums]) / steps
-        values = {
-            "return": np.concatenate([s.returns for s in sums]),
-            "cost": np.concatenate([s.costs for s in sums]),
-        }
-        windows = [(ends > a) & (ends <= a + WINDOW) for a in (0.0, 0.5 - WINDOW / 2, 1 - WINDOW)]
-        mean = lambda x, w: float(x[w].mean()) if w.any() else float("nan")  # noqa: E731
+        means = np.full((2, len(sums), len(begins)), np.nan)
+        for i, j in np.ndindex(means.shape[1:]):
+            here = (sums[i].ends > begins[j]) & (sums[i].ends <= begins[j] + WINDOW * steps)
+            if here.any():
+                means[:, i, j] = sums[i].returns[here].mean(), sums[i].costs[here].mean()
+        known = ~np.isnan(means)
+        mean = np.where(known, means, 0).sum(1) / np.maximum(known.sum(1), 1)
+        mean[known.sum(1) == 0] = np.nan
         found[float(limit)] = {
             "histories": len(sums),
-            "episodes": len(ends),
-            **{name: [mean(x, window) for window in windows] for name, x in values.items()},
+            "episodes": sum(len(s.ends) for s in sums),
+            "return": mean[0].tolist(),
+            "cost": mean[1].tolist(),
         }
     return found

@@ -21,8 +21,6 @@ import optax
 from safeicrl.envs.api import Box, Discrete, Env, EnvSpec, Grid, Key, PyTree, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.heads import Categorical, Distribution, TanhNormal
-from safeicrl.nets.layers import Linear
-from safeicrl.returns import linear_recurrence
 from safeicrl.tokens import Token
 
 TABLE = 1024  # cells up to which a grid is evaluated whole
@@ -47,7 +45,7 @@ class PPOLagConfig:
     entropy: float = 0.01
     max_grad: float = 1.0
     multiplier: float = 0.0  # λ at the start
-    multiplier_rate: float = 0.5  # its rise per iteration at a violation of one a step
+    multiplier_rate: float = 0.05  # its rise in an iteration whose episodes cost, on average, 1 or more too much
     multiplier_cap: float = 10.0  # without one λ would grow for ever where the limit cannot be kept
     log_std: float = -0.5  # of continuous actions, at the start
 
@@ -85,21 +83,26 @@ def default_config(env: Env) -> PPOLagConfig:
 class Net(eqx.Module):
     """Linear → tanh → … → Linear."""
 
-    layers: tuple[Linear, ...]
+    weights: tuple[jax.Array, ...]  # [in, out] each
+    biases: tuple[jax.Array, ...]  # [out] each
 
     def __init__(self, inputs: int, hidden: tuple[int, ...], outputs: int, key: Key):
-        sizes = (inputs, *hidden, outputs)
-        keys = jax.random.split(key, len(sizes) - 1)
+        shapes = list(itertools.pairwise((inputs, *hidden, outputs)))
+        counts = [a * b for a, b in shapes]
+        # One draw for all layers: the random numbers are most of what there is to compile in a learner's start.
+        parts = jnp.split(jax.random.normal(key, (sum(counts),)), np.cumsum(counts)[:-1])
         # A small last layer: the first policy is nearly uniform, the first values nearly 0.
         scales = [1.0] * len(hidden) + [0.01]
-        pairs = zip(itertools.pairwise(sizes), keys, scales, strict=True)
-        self.layers = tuple(Linear(a, b, key, scale=scale) for (a, b), key, scale in pairs)
+        triples = zip(parts, shapes, scales, strict=True)
+        self.weights = tuple(part.reshape(shape) * scale / np.sqrt(shape[0]) for part, shape, scale in triples)
+        self.biases = tuple(jnp.zeros(b) for _, b in shapes)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply to the last axis."""
-        for layer in self.layers[:-1]:
-            x = jnp.tanh(layer(x))
-        return self.layers[-1](x)
+        *before, (weight, bias) = zip(self.weights, self.biases, strict=True)
+        for w, b in before:
+            x = jnp.tanh(x @ w + b)
+        return x @ weight + bias
 
 
 @record
@@ -335,7 +338,7 @@ class Learner:
 
     def move(self, multiplier: jax.Array, cost: jax.Array, limit: jax.Array, ended: jax.Array) -> jax.Array:
         """λ up by the violation, down by the slack, within [0, cap]; as it was when no episode ended."""
-        violation = jnp.where(ended > 0, cost - limit, 0.0) / self.spec.max_steps
+        violation = jnp.where(ended > 0, jnp.clip(cost - limit, -1.0, 1.0), 0.0)
         return jnp.clip(multiplier + self.config.multiplier_rate * violation, 0.0, self.config.multiplier_cap)
 
     def play(self, state: LearnerState, task: PyTree, key: Key) -> tuple[Worlds, Rollout]:
@@ -351,12 +354,12 @@ class Learner:
                 )
             return distribution(actor(encode(observation, self.spec, state.normaliser)), params.log_std)
 
-        def step(worlds: Worlds, key: Key) -> tuple[Worlds, Rollout]:
-            act_key, step_key, reset_key = jax.random.split(key, 3)
+        def step(worlds: Worlds, keys: Key) -> tuple[Worlds, Rollout]:
+            act_key, step_key, reset_key = keys
             pi = policy(worlds.observation)
             action = pi.sample(act_key)
-            keys = jax.random.split(step_key, envs)
-            new, out = jax.vmap(self.env.step, (0, 0, 0, None))(keys, worlds.state, action, task)
+            step_keys = jax.random.split(step_key, envs)
+            new, out = jax.vmap(self.env.step, (0, 0, 0, None))(step_keys, worlds.state, action, task)
             fresh, first = jax.vmap(self.env.reset, (0, None))(jax.random.split(reset_key, envs), task)
             returns, costs = worlds.returns + out.reward, worlds.costs + out.cost
             played = Rollout(
@@ -368,7 +371,7 @@ class Learner:
             begin = Worlds(state=fresh, observation=first, returns=jnp.zeros(envs), costs=jnp.zeros(envs))
             return jax.tree.map(lambda a, b: _where(played.done, a, b), begin, after), played
 
-        return jax.lax.scan(step, state.worlds, jax.random.split(key, self.config.steps))
+        return jax.lax.scan(step, state.worlds, jax.random.split(key, (self.config.steps, 3)))
 
     def cell(self, observation: jax.Array) -> jax.Array:
         """The flat number of a cell."""
@@ -386,13 +389,21 @@ class Learner:
         signal = jnp.stack([played.reward, played.cost])
         # A truncated episode would have gone on: its last step is worth what the true final observation is.
         error = signal + discount * ~played.terminated * ahead - values
-        decay = jnp.broadcast_to(discount * config.trace * ~played.done, error.shape)
-        last = lambda x: jnp.moveaxis(x, 1, -1)  # noqa: E731  (time last, as the recurrence wants it)
-        advantages = jnp.moveaxis(linear_recurrence(last(decay), last(error)), -1, 1)
+        decay = discount * config.trace * ~played.done
+
+        def back(later: jax.Array, now: tuple) -> tuple[jax.Array, jax.Array]:
+            error, decay = now
+            advantage = error + decay * later
+            return advantage, advantage
+
+        backwards = (jnp.moveaxis(error, 1, 0), jnp.moveaxis(decay, 1, 0))  # [time, 2, env]
+        advantages = jax.lax.scan(back, jnp.zeros_like(error[:, 0]), backwards, reverse=True)[1]
+        advantages = jnp.moveaxis(advantages, 0, 1)
         targets = values + advantages
 
         reward, cost = (x - x.mean() for x in advantages)
-        reward = reward / (reward.std() + 1e-3 * state.scale[0])
+        # Standardised, but never blown up: once every episode goes well, what is left is noise.
+        reward = reward / jnp.maximum(reward.std(), 0.1 * state.scale[0])
         advantage = (reward - state.multiplier * cost) / (1 + state.multiplier)
         rms = jnp.sqrt((targets**2).mean((1, 2)))
         flat = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
@@ -432,9 +443,8 @@ class Learner:
             metrics["grad_norm"] = optax.tree.norm(grads)
             return (optax.apply_updates(params, updates), optimiser), metrics
 
-        order = jax.vmap(lambda k: jax.random.permutation(k, len(batch.action)))(
-            jax.random.split(key, config.epochs)
-        )
+        # Sorted noise is a permutation for each epoch, and cheaper to compile than JAX's own.
+        order = jnp.argsort(jax.random.uniform(key, (config.epochs, len(batch.action))), axis=-1)
         carry = (state.params, state.optimiser)
         order = order.reshape(config.epochs * config.minibatches, -1)
         (params, optimiser), metrics = jax.lax.scan(minibatch, carry, order)  # type: ignore[var-annotated]
