@@ -147,7 +147,7 @@ def _safe_ad(name: str) -> Experiment:
 
     env, histories = make_env(name), f"histories/{name}"
     if isinstance(env.spec.observation, Grid):
-        algo = SafeADConfig(histories=histories, stride=50)
+        algo = SafeADConfig(histories=histories, stride=100)
     else:
         net = DecisionConfig(embedding=512, width=256, context=200)
         algo = SafeADConfig(histories=histories, batch=128, net=net)
@@ -175,7 +175,7 @@ def _darkroom_safe_ad_small() -> Experiment:
         attention_dropout=0.1, residual_dropout=0.0, embedding_dropout=0.0,
     )  # fmt: skip
     algo = SafeADConfig(
-        histories="histories/darkroom-small", iterations=40, updates=50, batch=64, stride=20, warmup=100,
+        histories="histories/darkroom-small", iterations=40, updates=50, batch=64, stride=100, warmup=100,
         learning_rate=1e-3, net=net,
     )  # fmt: skip
     train = TrainConfig(evaluation=EvalConfig(every=0, tasks=200))
