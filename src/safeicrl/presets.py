@@ -150,8 +150,9 @@ def _safe_ad(name: str) -> Experiment:
         algo = SafeADConfig(histories=histories, stride=100)
     else:
         net = DecisionConfig(embedding=512, width=256, context=200)
-        algo = SafeADConfig(histories=histories, batch=128, net=net)
-    train = TrainConfig(evaluation=EvalConfig(every=0, tasks=200))
+        algo = SafeADConfig(histories=histories, batch=128, stride=50, net=net)
+    # a checkpoint of this size takes seconds to write
+    train = TrainConfig(checkpoint_minutes=10.0, evaluation=EvalConfig(every=0, tasks=200))
     return Experiment(env=env, algo=algo, train=train)
 
 
