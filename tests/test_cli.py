@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 from standin import ROOM, TableAgent, TableConfig
 
+from safeicrl import cli, presets
 from safeicrl import policy as policies
-from safeicrl import presets
 from safeicrl.cli import main
 from safeicrl.config import from_plain
 from safeicrl.demo import contenders, replay, run
@@ -59,10 +59,24 @@ def refused(capsys, *args) -> str:
         ("train --preset table --iterations 0", "iterations must be an integer"),
         ("train --preset table --iterations 3 --chunk 2", "multiple of chunk"),
         ("train --preset table word", "unexpected argument 'word'"),
+        ("train table", "--preset table$"),
+        ("train --preset=", "unknown preset ''"),
+        ("train --preset table --device gpu", "unknown option --device; see"),
+        ("train --preset table --minutes x", "--minutes takes a number, got 'x'$"),
+        ("train --preset table --seed 1.5", "--seed takes a whole number, got '1.5'$"),
+        ("train --preset table --env.alpha x", "--env.alpha takes a number, got 'x'$"),
+        ("train --preset table --env.test-budget a b", "--env.test-budget takes two numbers, got 'a', 'b'$"),
+        ("train --preset table --env.test-budget 5 1", "env: test_budget must rise, got 5 to 1$"),
+        ("train --preset table --env.train-budget nan 1", "env: train_budget must be a finite number"),
         ("train --resume nowhere", "no training run at"),
         ("train --resume nowhere --preset table", "leave out --preset"),
         ("evaluate", "needs either a policy"),
         ("evaluate safe-dark-rom", "unknown policy 'safe-dark-rom'"),
+        ("evaluate runs/nothing", "no policy and no run folder at runs/nothing$"),
+        ("evaluate --policy x", "leave out --policy, its value alone"),
+        ("evaluate --agent random --out .", "--out must name the file"),
+        ("evaluate --agent random --seed 99999999999999999999", "seed must be below 2³²"),
+        ("evaluate --agent random --budgets 3", "--budgets takes two numbers, got '3'$"),
         ("evaluate x --agent random", "needs either a policy"),
         ("evaluate --agent randon", "invalid choice 'randon'"),
         ("evaluate --agent random --env safe-dark-rom", "Did you mean 'safe-dark-room'"),
@@ -76,6 +90,7 @@ def refused(capsys, *args) -> str:
         ("plot", "needs results files"),
         ("plot nothing.npz", r"no results file at nothing\.npz$"),
         ("demo --tasks 0", "tasks must be"),
+        ("demo --seed -1", "seed must be"),
         ("list --all", "unknown option --all"),
     ],
 )
@@ -86,6 +101,8 @@ def test_mistakes_are_one_line(capsys, args, words):
 def test_help_and_version(capsys):
     assert main([]) == 0
     shown = capsys.readouterr().out
+    assert main(["help"]) == 0
+    assert capsys.readouterr().out == shown
     for name in ("train", "evaluate", "plot", "demo", "list"):
         assert f"  {name} " in shown
     assert main(["--version"]) == 0
@@ -220,6 +237,14 @@ def test_a_place_that_cannot_be_written_shows_before_the_work(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     for command in ("evaluate --agent random --out {}/file/x", "demo --out {}/file/x"):
         assert "cannot make the folder" in refused(capsys, *command.format(tmp_path).split())
+
+
+def test_out_of_memory_is_no_traceback(capsys, monkeypatch):
+    def too_much(args):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
+
+    monkeypatch.setitem(cli.COMMANDS, "list", too_much)
+    assert "out of memory: fewer" in refused(capsys, "list")
 
 
 def test_the_module_is_the_program():

@@ -156,6 +156,9 @@ def test_nothing_to_draw(tmp_path):
         draw_all([tmp_path], tmp_path)
     with pytest.raises(UserError, match="no results file at"):
         draw_all([tmp_path / "a.npz"], tmp_path)
+    save_results(results(), tmp_path / "b")
+    with pytest.raises(UserError, match=r"no training log at .*; its results: .*/\*\.npz"):
+        draw_all([tmp_path], tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"a": 1}\n')
     with pytest.raises(UserError, match="is no metrics file"):
         draw_all([tmp_path], tmp_path)

@@ -210,7 +210,7 @@ def test_how_it_chooses_actions(released):
 def test_policies_that_are_none(released, tmp_path):
     with pytest.raises(UserError, match="unknown policy 'safe-dark-rom'"):
         load_policy("safe-dark-rom")
-    with pytest.raises(UserError, match="no policy at"):
+    with pytest.raises(UserError, match="no policy and no run folder at"):
         load_policy(tmp_path / "none.safetensors")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="holds no policy"):

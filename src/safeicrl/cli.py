@@ -40,13 +40,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except RuntimeError as error:
+        if not re.search("RESOURCE_EXHAUSTED|[Oo]ut of memory", str(error)):
+            raise
+        hint = "fewer --tasks and --rows need less, in training --algo.rows"
+        print(f"safeicrl: out of memory: {hint}", file=sys.stderr)
+        return 2
     except BrokenPipeError:  # whoever read our output has seen enough (safeicrl list | head)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def _run(args: list[str]) -> None:
-    if not args or args[0] in ("-h", "--help"):
+    if not args or args[0] in ("-h", "--help", "help"):
         _usage()
     elif args[0] == "--version":
         print(f"safeicrl {VERSION}")
@@ -93,12 +99,14 @@ def _first_line(thing: Any) -> str:
 
 def train(args: list[str]) -> None:
     """Train an agent: --preset NAME, or --algo NAME --env NAME, any setting by its name; or --resume RUN_DIR."""
-    from safeicrl.presets import Experiment, experiment, load_experiment, preset
+    from safeicrl.presets import PRESETS, Experiment, experiment, load_experiment, preset
     from safeicrl.train import TrainConfig
     from safeicrl.train import train as run
 
     resume = _option(args, "--resume")
     chosen = _option(args, "--preset")
+    if args and args[0] in PRESETS:
+        raise UserError(f"a preset is named by its option: --preset {args[0]}")
     if resume and (chosen or _option(args, "--out")):
         raise UserError("--resume continues a run as it is, in its folder: leave out --preset and --out")
     args, named = _named(args)
@@ -107,12 +115,13 @@ def train(args: list[str]) -> None:
     if named:
         default, chosen = experiment(*named), "-".join(named)
     else:
-        default = load_experiment(Path(resume)) if resume else preset(chosen or "darkroom-small")
+        chosen = "darkroom-small" if chosen is None else chosen
+        default = load_experiment(Path(resume)) if resume else preset(chosen)
 
     form = dataclasses.make_dataclass(
         "Train",
         [
-            ("preset", _helped(str, "what to train, see safeicrl list"), field(default=chosen or "darkroom-small")),
+            ("preset", _helped(str, "what to train, see safeicrl list"), field(default=chosen)),
             (
                 "resume",
                 _helped(Path | None, "folder of a run to go on with, instead of a preset"),
@@ -244,6 +253,8 @@ def evaluate(args: list[str]) -> None:
     asked = _parse("evaluate", Evaluate, args)
     contenders, results = _contenders(asked), {}
     if asked.out is not None:
+        if asked.out.name in ("", ".."):
+            raise UserError(f"--out must name the file to write, without extension, got {str(asked.out)!r}")
         make_folder(asked.out.parent)
     for name, who in contenders.items():
         result = who.evaluate(
@@ -394,19 +405,36 @@ def _parse(command: str, form: type[T], args: list[str]) -> T:
         name = unknown[0].split("=")[0]
         if not name.startswith("-"):
             raise UserError(f"unexpected argument {name!r}; see safeicrl {command} --help")
-        near = difflib.get_close_matches(name, [f"--{flag}" for flag in _flags(form)], n=1)
+        options = [f"--{flag}" for flag in _flags(form)]
+        if name in options:  # a positional argument
+            raise UserError(f"leave out {name}, its value alone will do; see safeicrl {command} --help")
+        near = difflib.get_close_matches(name, options, n=1, cutoff=0.75)
         hint = f"did you mean {near[0]}?" if near else f"see safeicrl {command} --help"
         raise UserError(f"unknown option {name}; {hint}")
     return asked
 
 
+# How tyro says that a value does not fit an option.
+MISFITS = (
+    r"Error parsing (?P<name>\S+): no type matching (\{None\}\|)?\{?(?P<type>[A-Z ]+)\}? .*?\[(?P<got>.*?)\].*",
+    r"Error parsing (?P<name>\S+): invalid literal for (?P<type>int)\(\) with base 10: (?P<got>.*)",
+    r"Error parsing (?P<name>\S+): could not convert string to (?P<type>float): (?P<got>.*)",
+    r"Error parsing (?P<name>\S+): Could not parse arguments \[(?P<got>.*?)\] into tuple type .*\[(?P<type>.*)\]",
+)
+NUMBERS = {"INT": "a whole number", "FLOAT": "a number", "FLOAT FLOAT": "two numbers"}
+
+
 def _one_line(text: str) -> str:
-    """What a boxed message says, without the box, its title and the advice below it."""
+    """What a boxed message says: what is between its first two rules, below the title and above the advice."""
     lines = [re.sub(r"^[│\s]+|[│\s]+$", "", line) for line in text.splitlines()]
-    body = [line for line in lines if line and not re.match(r"^[╭╰─]", line)]
-    advice = ("For full helptext", "Argument helptext")
-    end = next((i for i, line in enumerate(body) if line.startswith(advice)), len(body))
-    return " ".join(body[:end]) or "these options cannot be understood"
+    rules = [i for i, line in enumerate(lines) if re.match(r"╭|╰|─{3}|-{3}", line)]  # without UTF-8: no box, dashes
+    first, last = [*rules, len(lines)][:2] if rules else (-1, len(lines))
+    line = " ".join(line for line in lines[first + 1 : last] if line)
+    for pattern in MISFITS:
+        if found := re.fullmatch(pattern, line):
+            kind = found["type"].upper().replace(",", "")
+            return f"{found['name']} takes {NUMBERS.get(kind, kind)}, got {found['got']}"
+    return line.removeprefix("Error parsing ") or "these options cannot be understood"
 
 
 def _flags(form: Any, prefix: str = "") -> list[str]:

@@ -45,6 +45,23 @@ def check_integer(name: str, value: object, minimum: int) -> int:
     return int(value)
 
 
+def check_seed(value: object, name: str = "seed") -> int:
+    """Return `value` if it can seed a random key, or say why not."""
+    if check_integer(name, value, 0) >= 2**32:  # JAX would cut the rest off
+        raise UserError(f"{name} must be below 2³², got {value}")
+    return int(value)  # type: ignore[call-overload]
+
+
+def check_range(name: str, value: tuple[float, float]) -> tuple[float, float]:
+    """Return a range of budgets if it is one: two finite numbers ≥ 0, the second not below the first."""
+    if len(value) != 2:
+        raise UserError(f"{name} must be two numbers, got {value!r}")
+    low, high = (check_number(name, bound, 0.0) for bound in value)
+    if low > high:
+        raise UserError(f"{name} must rise, got {low:g} to {high:g}")
+    return low, high
+
+
 def check_number(name: str, value: object, minimum: float, *, strict: bool = False) -> float:
     """Return `value` if it is a finite number ≥ `minimum` (> when `strict`), or say why not."""
     number = isinstance(value, int | float | np.number) and not isinstance(value, bool)

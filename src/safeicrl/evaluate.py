@@ -14,7 +14,7 @@ import numpy as np
 
 from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, Split, check_split, replace
 from safeicrl.envs.registry import ENVS
-from safeicrl.errors import UserError, check_budget, check_integer, check_number
+from safeicrl.errors import UserError, check_budget, check_integer, check_number, check_seed
 from safeicrl.results import Results
 from safeicrl.tokens import Token, first_token
 from safeicrl.trial import Agent, Episodes, episode_sums, run_trials
@@ -45,7 +45,7 @@ def evaluate(
     """
     check_integer("tasks", tasks, 1)
     check_integer("rows", rows, 1)
-    check_integer("seed", seed, 0)
+    check_seed(seed)
     episodes = check_integer("episodes", env.spec.episodes if episodes is None else episodes, 1)
     low, high = budgets or env.spec.test_budget
     grid = budget_grid(low, high, budget_count)

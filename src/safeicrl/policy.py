@@ -23,7 +23,7 @@ import numpy as np
 from safeicrl import checkpoint
 from safeicrl.config import env_from_plain, from_plain
 from safeicrl.envs.api import Discrete, Env, Grid, Key, PyTree
-from safeicrl.errors import BeyondTraining, UserError, check_budget, check_integer, unknown_name
+from safeicrl.errors import BeyondTraining, UserError, check_budget, check_integer, check_seed, unknown_name
 from safeicrl.evaluate import with_options
 from safeicrl.tokens import Token, first_token, next_token, usable_budget
 from safeicrl.trial import Agent
@@ -67,7 +67,7 @@ def _find(name_or_path: str | Path) -> Path:
         return path
     if str(path) == f"{text}.safetensors" and len(path.parts) == 1:
         raise unknown_name("policy", text, policy_names())
-    raise UserError(f"no policy at {path}")
+    raise UserError(f"no policy and no run folder at {name_or_path}")
 
 
 # -- kinds --------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class Policy:
             batched=batched,
             budget=usable_budget(jnp.broadcast_to(budgets, (rows,)), self.env.spec),
             memory=_remember(self.agent, rows, self.env.spec.trial_steps),
-            key=jax.random.key(check_integer("seed", seed, 0)),
+            key=jax.random.key(check_seed(seed)),
         )
 
     def act(

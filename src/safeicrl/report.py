@@ -80,7 +80,8 @@ def draw_all(files: Sequence[Path], out: Path, extension: str = "png") -> list[P
             path = file / "metrics.jsonl" if file.is_dir() else file
             lines = read_metrics(path)
             if not lines:
-                raise UserError(f"no training log at {path}")
+                hint = f"; its results: {file}/*.npz" if file.is_dir() and any(file.glob("*.npz")) else ""
+                raise UserError(f"no training log at {path}{hint}")
             runs.append((path.parent.name or str(path), lines, plots.command_of(path.parent)))
         else:
             results.append(load_results(file))

@@ -20,7 +20,7 @@ import numpy as np
 from safeicrl.envs import models, physics, spawn
 from safeicrl.envs.api import Box, EnvSpec, Key, Split, Step, check_split, record
 from safeicrl.envs.physics import Job, RobotState
-from safeicrl.errors import UserError, check_integer, check_number
+from safeicrl.errors import UserError, check_integer, check_number, check_range
 
 EXTENT = 1.5  # the arena is [−EXTENT, EXTENT]², metres
 GOAL_RADIUS = 0.3
@@ -62,6 +62,8 @@ class SafeDarkMujoco:
         check_integer("cells", self.cells, 5)
         check_integer("max_steps", self.max_steps, 1)
         check_integer("episodes", self.episodes, 1)
+        check_range("train_budget", self.train_budget)
+        check_range("test_budget", self.test_budget)
         check_number("alpha", self.alpha, 0.0)
         if self.hazards > MAX_HAZARDS:
             raise UserError(

@@ -12,7 +12,7 @@ import numpy as np
 
 from safeicrl.envs import spawn
 from safeicrl.envs.api import Discrete, EnvSpec, Grid, Key, Split, Step, check_split, record
-from safeicrl.errors import UserError, check_integer, check_number
+from safeicrl.errors import UserError, check_integer, check_number, check_range
 
 ACTIONS = ("stay", "up", "down", "left", "right")
 MOVES = np.array([[0, 0], [-1, 0], [1, 0], [0, -1], [0, 1]], dtype=np.int32)  # (row, column)
@@ -51,6 +51,8 @@ class SafeDarkRoom:
         check_integer("obstacles", self.obstacles, 0)
         check_integer("max_steps", self.max_steps, 1)
         check_integer("episodes", self.episodes, 1)
+        check_range("train_budget", self.train_budget)
+        check_range("test_budget", self.test_budget)
         check_number("alpha", self.alpha, 0.0)
         room = self.size**2 - 2
         if self.obstacles > room:

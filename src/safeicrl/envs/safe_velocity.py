@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from safeicrl.envs import models, physics
 from safeicrl.envs.api import Box, EnvSpec, Key, Split, Step, check_split, record
 from safeicrl.envs.physics import Job, PhysicsState, RobotState
-from safeicrl.errors import check_integer, check_number
+from safeicrl.errors import check_integer, check_number, check_range
 
 MULTIPLIERS = (0.50, 0.55, 0.60, 0.65, 0.70, 0.75, 0.80, 0.85, 0.90, 0.95, 1.00)
 # Held out for testing. The paper does not say which; these lie between training ones, because it calls its
@@ -53,6 +53,8 @@ class SafeVelocity:
     def __post_init__(self) -> None:
         check_integer("max_steps", self.max_steps, 1)
         check_integer("episodes", self.episodes, 1)
+        check_range("train_budget", self.train_budget)
+        check_range("test_budget", self.test_budget)
         if self.multiplier is not None:
             check_number("multiplier", self.multiplier, 0.0, strict=True)
         physics.check_engine(self.robot, self.engine)
