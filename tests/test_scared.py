@@ -20,9 +20,10 @@ from safeicrl.envs.api import replace
 from safeicrl.errors import UserError
 from safeicrl.evaluate import evaluate, with_options
 from safeicrl.nets.transformer import NetConfig
-from safeicrl.optimisers.ddpg import DDPG, DDPGConfig, Heads, Nets, paper_config
+from safeicrl.optimisers.ddpg import DDPG, DDPGConfig, Heads, Nets, Seen, paper_config
 from safeicrl.optimisers.ppo import PPO, ActorCritic, Batch, PPOConfig
 from safeicrl.penalty import PenaltyConfig
+from safeicrl.trial import sample_queue
 
 OPTIMISERS = ("ppo", "ddpg")
 TINY = NetConfig(width=16, layers=1, heads=2, context=STEPS, dtype="float32")
@@ -321,23 +322,27 @@ def test_the_ppo_loss_by_hand(rows, form):
 def test_retrace_targets_by_hand(rows, form, pessimism):
     """Q̂ = Q + Σ_s (Π γ c) (r + γ E_π Q' − Q), c = trace · min(1, π/μ): stops at boundaries, cut rows wait."""
     settings = DDPGConfig(
-        discount=0.95, cost_discount=0.9, trace=0.8, ensemble=3, pessimism=pessimism, capacity=ROWS
-    )
-    net = random_weights(Nets, TINY, ROOM.spec, ensemble=3)
+        discount=0.95, episode_discount=0.7, cost_discount=0.9, trace=0.8, ensemble=3, pessimism=pessimism,
+        capacity=ROWS,
+    )  # fmt: skip
+    net = random_weights(Nets, TINY, ROOM.spec, settings)
     slow = Heads(actor=net.policy.actor, reward=net.reward, cost=net.cost)
-    ddpg = DDPG(ROOM, TINY, PenaltyConfig(form=form), settings, iterations=1, example=rows)
+    hidden, _ = sample_queue(ROOM, "train", (1.0, 2.0), (ROWS, QUEUE), jax.random.key(5))
+    ddpg = DDPG(ROOM, TINY, PenaltyConfig(form=form), settings, iterations=1, trials=rows, tasks=hidden)
     scale = np.array([0.5, 2.0])
 
     @jax.jit
     def outputs():
+        batch, seen = ddpg.row(rows, hidden), Seen(ddpg.row(rows, hidden).task, rows.trial)
         features = net.policy.trunk.forward(rows.token, rows.trial)
         prior = net.policy.distribution(features, slow.actor)
-        found = ddpg.targets(slow, prior, features, rows, jnp.asarray(scale, jnp.float32), jax.random.key(0))
-        return found, jax.nn.softmax(prior.logits), [c._read(features) for c in (slow.reward, slow.cost)]
+        found = ddpg.targets(slow, prior, features, batch, jnp.asarray(scale, jnp.float32), jax.random.key(0))
+        return found, jax.nn.softmax(prior.logits), [c._read(features, seen) for c in (slow.reward, slow.cost)]
 
     found, policy, tables = jax.tree.map(np.asarray, outputs())  # policy: [row, time, action]
     trial_over, action = np.asarray(rows.trial_done), np.asarray(rows.action)[..., None]
-    signals = [(np.asarray(rows.reward), 0.95 * (1.0 - trial_over))]
+    per_episode = np.where(np.asarray(rows.done), 0.7, 1.0)
+    signals = [(np.asarray(rows.reward), 0.95 * per_episode * (1.0 - trial_over))]
     if form == "excess":
         signals += [(excess_by_hand(rows), 0.9 * (1.0 - trial_over))]
     else:
@@ -375,7 +380,7 @@ def test_budgets_are_drawn_by_their_power():
 def test_more_segments_than_steps():
     """The replay's example is what `play` returns, traced at once."""
     algorithm = Scared(Throw(), config("ddpg", segments=9))
-    assert algorithm.optimiser.example.reward.shape == (64, 4)
+    assert algorithm.optimiser.example.trials.reward.shape == (64, 4)
 
 
 def test_the_papers_form_of_the_off_policy_optimiser():

@@ -15,6 +15,8 @@ Readings taken here, and why:
   loop, which would make it the last episode's cost; it is initialised once per trajectory.)
 * Both compare costs with δ in expectation. `hinge` measures what users ask for: the mean of (C − δ)₊, episode by
   episode, against a small tolerance, at the worst budget bin.
+* The theory's g_k are the current policy's, so λ follows the trials just played (`source` "rollout"). Algorithm 1
+  samples from replay, where early exploration keeps pushing λ up: "replay".
 * Eq. 6 projects onto λ ≥ 0. A cap and a bound on one step's signal keep early, wild policies from driving λ
   where the reward no longer counts.
 
@@ -57,18 +59,26 @@ class PenaltyConfig:
     form: Literal["excess", "paper"] = "excess"  # what the actor is penalised for, see below
     dual: Literal["exact", "naive"] = "exact"  # one multiplier (the paper), or one per episode (its ablation)
     signal: Signal = "hinge"  # what drives the one multiplier
+    source: Literal["rollout", "replay"] = "rollout"  # whose costs: trials just played, or all in replay (ddpg)
     step: float = 0.02  # η
+    final_step: float | None = None  # η at the end of the run, towards which it moves linearly; None: constant
     tolerance: float = 0.01  # of `hinge`: mean cost over budget an episode may have
     initial: float = 0.0
     cap: float = 50.0
     bound: float = 0.5  # of one step's signal, both ways
 
     def __post_init__(self) -> None:
-        for name, known in (("form", ("excess", "paper")), ("dual", ("exact", "naive")), ("signal", SIGNALS)):
+        choices = {
+            "form": ("excess", "paper"), "dual": ("exact", "naive"), "signal": SIGNALS,
+            "source": ("rollout", "replay"),
+        }  # fmt: skip
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise UserError(f"penalty.{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
         for name in ("step", "tolerance", "initial"):
             check_number(f"penalty.{name}", getattr(self, name), 0.0)
+        if self.final_step is not None:
+            check_number("penalty.final_step", self.final_step, 0.0)
         check_number("penalty.bound", self.bound, 0.0, strict=True)
         check_number("penalty.cap", self.cap, 0.0)
         if not self.cap >= self.initial:
@@ -118,9 +128,17 @@ def over_by_bin(costs: EpisodeCosts, edges: jax.Array) -> jax.Array:
 
 
 def update_multiplier(
-    multiplier: jax.Array, costs: EpisodeCosts, edges: jax.Array, config: PenaltyConfig
+    multiplier: jax.Array,
+    costs: EpisodeCosts,
+    edges: jax.Array,
+    config: PenaltyConfig,
+    progress: jax.Array | float = 0.0,
 ) -> jax.Array:
-    """λ ← [λ + η s]₊ (Eq. 6), s being the configured signal; λ is [] (exact) or [episode] (naive)."""
+    """λ ← [λ + η s]₊ (Eq. 6), s being the configured signal; λ is [] (exact) or [episode] (naive).
+
+    `progress` is the share of the run that is over; η may grow with it. An agent that has not yet learned to
+    explore within a small budget stands still when λ is large, and one that stands still never learns to.
+    """
     if config.dual == "naive":
         # The ablation: g_k of each episode drives its own λ_k. Episodes nobody played give no signal.
         signal = jnp.where(costs.played.any(0), constraint(costs), 0.0)
@@ -131,7 +149,9 @@ def update_multiplier(
     else:
         signal = mean_of_max(costs)
     signal = jnp.clip(signal, -config.bound, config.bound)
-    return jnp.clip(multiplier + config.step * signal, 0.0, config.cap)
+    last = config.step if config.final_step is None else config.final_step
+    step = config.step + (last - config.step) * progress
+    return jnp.clip(multiplier + step * signal, 0.0, config.cap)
 
 
 def in_bins(budget: jax.Array, edges: jax.Array) -> jax.Array:

@@ -30,3 +30,12 @@ def gae(reward: jax.Array, value: jax.Array, discount: jax.Array, trace: float) 
     cut = discount[..., -1] > 0
     error = error.at[..., -1].set(jnp.where(cut, 0.0, error[..., -1]))
     return linear_recurrence(discount * trace, error)
+
+
+def reward_discount(step: float, episode: float, done: jax.Array, trial_done: jax.Array) -> jax.Array:
+    """γ of every step, [row, time]: `step`, times `episode` where an episode ends, 0 where the trial does.
+
+    A trial has K episodes however long they are. Discounted by the step, waiting is dear: an agent whose budget is
+    spent would rather break it than stand still until the next episode. Discounted by the episode, waiting is free.
+    """
+    return step * jnp.where(done, episode, 1.0) * (1.0 - trial_done)

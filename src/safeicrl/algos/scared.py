@@ -20,7 +20,7 @@ from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers.ddpg import DDPG, DDPGConfig
 from safeicrl.optimisers.ppo import PPO, PPOConfig
-from safeicrl.penalty import PenaltyConfig, collect_costs, over_by_bin, update_multiplier
+from safeicrl.penalty import EpisodeCosts, PenaltyConfig, collect_costs, over_by_bin, update_multiplier
 from safeicrl.trial import Agent, Trials, run_trials, sample_queue
 
 
@@ -50,6 +50,8 @@ class ScaredConfig:
         check_number("budget_power", self.budget_power, 0.0, strict=True)
         if self.optimiser not in ("ppo", "ddpg"):
             raise UserError(f"optimiser must be ppo or ddpg, got {self.optimiser!r}")
+        if self.penalty.source == "replay" and self.optimiser != "ddpg":
+            raise UserError(f"penalty.source replay needs the optimiser that has one, ddpg, got {self.optimiser!r}")
         if self.queue > MAX_TRIALS:
             raise UserError(f"queue must be at most {MAX_TRIALS}, got {self.queue}")
 
@@ -87,8 +89,8 @@ class Scared:
         key = jax.random.key(0)
         tasks, budgets = jax.eval_shape(self.draw, key)
         net = eqx.filter_eval_shape(PolicyNet, config.net, self.env.spec, key)
-        row = eqx.filter_eval_shape(self.play, NetAgent(net), tasks, budgets, key)
-        return DDPG(*shared, config.ddpg, iterations=config.iterations, example=row)
+        trials = eqx.filter_eval_shape(self.play, NetAgent(net), tasks, budgets, key)
+        return DDPG(*shared, config.ddpg, iterations=config.iterations, trials=trials, tasks=tasks)
 
     def init(self, key: Key) -> ScaredState:
         """A new state."""
@@ -119,7 +121,10 @@ class Scared:
         tasks, budgets = self.draw(task_key)
         trials = self.play(self.optimiser.explorer(state.optimiser), tasks, budgets, play_key)
         costs = collect_costs(trials, self.config.queue, self.episodes)
-        multiplier = update_multiplier(state.multiplier, costs, self.edges, self.config.penalty)
+        progress = jnp.clip(state.iteration / self.config.iterations, 0.0, 1.0)
+        multiplier = update_multiplier(
+            state.multiplier, self.judged(state, costs), self.edges, self.config.penalty, progress
+        )
         per_episode = jnp.broadcast_to(multiplier, (self.episodes,))
         optimiser, metrics = self.optimiser.update(
             state.optimiser, trials, tasks, per_episode, state.iteration, learn_key
@@ -130,6 +135,13 @@ class Scared:
         }
         state = ScaredState(optimiser=optimiser, multiplier=multiplier, iteration=state.iteration + 1, key=key)
         return state, metrics
+
+    def judged(self, state: ScaredState, fresh: EpisodeCosts) -> EpisodeCosts:
+        """The costs that move λ: those just played, or with them all that replay still holds."""
+        if self.config.penalty.source == "rollout":
+            return fresh
+        old = collect_costs(state.optimiser.replay.rows.trials, self.config.queue, self.episodes)
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts), old, fresh)
 
     def play(self, agent: Agent, tasks: PyTree, budgets: jax.Array, key: Key) -> Trials:
         """One iteration's rows of trials."""

@@ -58,6 +58,6 @@ class MLP(eqx.Module):
         """Apply to the last axis."""
         return self.second(jax.nn.gelu(self.first(x)))
 
-    def read_out(self, x: jax.Array, shift: jax.Array | float = 0.0) -> jax.Array:
-        """The same with a float32 output layer, for logits and values; `shift` is added to the hidden layer."""
-        return self.second(jax.nn.gelu(self.first(x) + shift).astype(jnp.float32))
+    def read_out(self, x: jax.Array, shift: jax.Array | float = 0.0, gain: jax.Array | float = 1.0) -> jax.Array:
+        """The same with a float32 output layer, for logits and values; hidden layer times `gain` plus `shift`."""
+        return self.second(jax.nn.gelu(gain * self.first(x) + shift).astype(jnp.float32))

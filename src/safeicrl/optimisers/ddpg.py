@@ -9,6 +9,7 @@ Where the paper leaves a choice, it is a switch of `DDPGConfig`; `paper_config()
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -20,11 +21,11 @@ from safeicrl.agent import NetAgent
 from safeicrl.envs.api import Discrete, Env, EnvSpec, Key, PyTree, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.heads import Categorical, Distribution, PolicyNet, TanhNormal
-from safeicrl.nets.layers import MLP
+from safeicrl.nets.layers import MLP, Linear
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.penalty import PenaltyConfig, excess_cost, over_budget
 from safeicrl.replay import Replay
-from safeicrl.returns import linear_recurrence, shift
+from safeicrl.returns import linear_recurrence, reward_discount, shift
 from safeicrl.trial import Trials
 
 HIDDEN = 256  # of a critic
@@ -39,6 +40,7 @@ class DDPGConfig:
     batch: int = 32  # rows a gradient step
     capacity: int = 2048  # rows of replay
     discount: float = 0.995  # γ of the reward: it bootstraps into the next episode, stops at the trial's end
+    episode_discount: float = 1.0  # a further factor at each episode's end, see returns.reward_discount
     cost_discount: float = 0.99  # γ of the excess cost; the paper's form stops at the episode's end with γ = 1
     trace: float = 0.9  # Retrace; 0 is the paper's one-step target
     ensemble: int = 2  # critics of each kind; targets average them, or see `pessimism`
@@ -49,6 +51,7 @@ class DDPGConfig:
     exploration: tuple[float, float] = (1.0, 0.02)  # ε, start → end over the first half of the run
     max_grad: float = 1.0
     critic_weight: float = 1.0  # against the actor's loss
+    privileged_critic: bool = True  # critics also see the hidden task; not in the paper
 
     def __post_init__(self) -> None:
         for name in ("updates", "batch", "capacity", "ensemble"):
@@ -60,53 +63,79 @@ class DDPGConfig:
         for value in self.exploration:
             if not 0 < check_number("ddpg.exploration", value, 0.0) <= 1:
                 raise UserError(f"ddpg.exploration must lie in (0, 1], got {value}")
-        for name in ("discount", "cost_discount", "trace", "target_rate"):
+        for name in ("discount", "episode_discount", "cost_discount", "trace", "target_rate"):
             if check_number(f"ddpg.{name}", getattr(self, name), 0.0) > 1:
                 raise UserError(f"ddpg.{name} must be at most 1, got {getattr(self, name)}")
 
 
 def paper_config() -> DDPGConfig:
-    """As close to Algorithm 1 as it goes: one-step targets, single critics, no trust region, no entropy.
+    """As close to Algorithm 1 as it goes: one-step targets, one blind critic each, no trust region, no entropy.
 
     What remains ours: Q in units of its spread, targets in units of their scale, exploration by ε, packed rows.
     """
-    return DDPGConfig(trace=0.0, ensemble=1, trust=0.0, entropy=0.0)
+    return DDPGConfig(trace=0.0, ensemble=1, trust=0.0, entropy=0.0, privileged_critic=False)
 
 
 class Critics(eqx.Module):
-    """An ensemble of Q-functions of one signal."""
+    """An ensemble of Q-functions of one signal.
 
-    members: MLP  # leaves [member, ...]
+    Where they are privileged the hidden task scales and shifts the hidden layer: whether the next cell is an
+    obstacle is a product of where the agent is (features) and what lies where (task). Averaged over the tasks a
+    history leaves possible, they teach the policy what critics of the history would.
+    """
+
+    members: MLP  # stacked
+    task: Linear | None  # stacked
     action: Discrete | None = eqx.field(static=True)  # None: continuous, the action is an input
 
-    def __init__(self, width: int, spec: EnvSpec, ensemble: int, key: Key):
+    def __init__(self, width: int, spec: EnvSpec, ensemble: int, privileged: bool, key: Key):
         discrete = isinstance(spec.action, Discrete)
         inputs, outputs = (width, spec.action.n) if discrete else (width + spec.action.size, 1)  # type: ignore[union-attr]
+        head, task = jax.random.split(key)
         make = lambda k: MLP(inputs, HIDDEN, outputs, k, scale=0.01)  # noqa: E731
-        self.members = eqx.filter_vmap(make)(jax.random.split(key, ensemble))
+        self.members = eqx.filter_vmap(make)(jax.random.split(head, ensemble))
+        see = lambda k: Linear(spec.task_features, 2 * HIDDEN, k, bias=False)  # noqa: E731
+        self.task = eqx.filter_vmap(see)(jax.random.split(task, ensemble)) if privileged else None
         self.action = spec.action if discrete else None  # type: ignore[assignment]
 
-    def taken(self, features: jax.Array, action: jax.Array) -> jax.Array:
-        """Q of the action taken, [member, ...]."""
+    def taken(self, features: jax.Array, seen: "Seen", action: jax.Array) -> jax.Array:
+        """Q of the action taken, [member, row, time]."""
         if self.action is None:
-            return self._read(jnp.concatenate([features, action.astype(features.dtype)], -1))[..., 0]
-        return (self._read(features) * jax.nn.one_hot(action, self.action.n)).sum(-1)
+            return self._read(jnp.concatenate([features, action.astype(features.dtype)], -1), seen)[..., 0]
+        return (self._read(features, seen) * jax.nn.one_hot(action, self.action.n)).sum(-1)
 
-    def expected(self, features: jax.Array, policy: Distribution, key: Key) -> jax.Array:
-        """E_{a∼π} Q(·, a), [member, ...]; exact for discrete actions, one differentiable sample for continuous."""
+    def expected(self, features: jax.Array, seen: "Seen", policy: Distribution, key: Key) -> jax.Array:
+        """E_{a∼π} Q(·, a), [member, row, time]; exact for discrete actions, one differentiable sample otherwise."""
         if self.action is None:
-            return self.taken(features, policy.sample(key))
+            return self.taken(features, seen, policy.sample(key))
         assert isinstance(policy, Categorical)
-        return (self._read(features) * jax.nn.softmax(policy.logits)).sum(-1)
+        return (self._read(features, seen) * jax.nn.softmax(policy.logits)).sum(-1)
 
-    def spread(self, features: jax.Array) -> jax.Array:
-        """Standard deviation over all actions, averaged over members, [...]; 1 where actions are continuous."""
+    def spread(self, features: jax.Array, seen: "Seen") -> jax.Array:
+        """Standard deviation over all actions, averaged over members, [row, time]; 1 if they are continuous."""
         if self.action is None:
             return jnp.ones(features.shape[:-1])
-        return self._read(features).mean(0).std(-1)
+        return self._read(features, seen).mean(0).std(-1)
 
-    def _read(self, inputs: jax.Array) -> jax.Array:
-        return eqx.filter_vmap(lambda member: member.read_out(inputs))(self.members)
+    def _read(self, inputs: jax.Array, seen: "Seen") -> jax.Array:
+        """[member, row, time, output]"""
+
+        def read(member: MLP, task: Linear | None) -> jax.Array:
+            if task is None:
+                return member.read_out(inputs)
+            hidden = task(seen.task.astype(inputs.dtype))  # [row, queue, 2 · hidden]: once per trial, not per step
+            one_hot = jax.nn.one_hot(seen.trial, seen.task.shape[1], dtype=inputs.dtype)
+            gain, shift = jnp.split(jnp.einsum("rtq,rqh->rth", one_hot, hidden), 2, -1)
+            return member.read_out(inputs, shift, 1.0 + gain)
+
+        return eqx.filter_vmap(read)(self.members, self.task)
+
+
+class Seen(NamedTuple):
+    """What privileged critics see beside the history."""
+
+    task: jax.Array  # [row, queue, feature]
+    trial: jax.Array  # [row, time] which of the row's tasks
 
 
 class Nets(eqx.Module):
@@ -116,11 +145,19 @@ class Nets(eqx.Module):
     reward: Critics
     cost: Critics
 
-    def __init__(self, net: NetConfig, spec: EnvSpec, ensemble: int, key: Key):
+    def __init__(self, net: NetConfig, spec: EnvSpec, config: DDPGConfig, key: Key):
         policy, reward, cost = jax.random.split(key, 3)
         self.policy = PolicyNet(net, spec, policy)
-        self.reward = Critics(net.width, spec, ensemble, reward)
-        self.cost = Critics(net.width, spec, ensemble, cost)
+        critics = lambda k: Critics(net.width, spec, config.ensemble, config.privileged_critic, k)  # noqa: E731
+        self.reward, self.cost = critics(reward), critics(cost)
+
+
+@record
+class Row:
+    """What replay keeps, a row of trials."""
+
+    trials: Trials
+    task: jax.Array  # [row, queue, feature], the hidden tasks
 
 
 class Heads(eqx.Module):
@@ -154,15 +191,18 @@ class DDPG:
         config: DDPGConfig,
         *,
         iterations: int,
-        example: Trials,
+        trials: Trials,
+        tasks: PyTree,
     ):
-        rows = example.reward.shape[0]
+        """`trials` and `tasks`, or their shapes, say what an iteration brings."""
+        rows = trials.reward.shape[0]
         if rows > config.capacity:
             raise UserError(
                 f"ddpg.capacity must be at least the rows of an iteration, got {config.capacity} < {rows}"
             )
         self.env, self.net, self.penalty, self.config = env, net, penalty, config
-        self.iterations, self.example = iterations, example
+        self.iterations = iterations
+        self.example = jax.eval_shape(self.row, trials, tasks)
         schedule = optax.linear_schedule(0.0, config.learning_rate, 200)
         self.optimiser = optax.chain(
             optax.clip_by_global_norm(config.max_grad), optax.adam(schedule, b1=0.9, b2=0.99)
@@ -170,7 +210,7 @@ class DDPG:
 
     def init(self, key: Key) -> DDPGState:
         """Fresh networks, an empty replay."""
-        net = Nets(self.net, self.env.spec, self.config.ensemble, key)
+        net = Nets(self.net, self.env.spec, self.config, key)
         return DDPGState(
             net=net,
             slow=Heads(actor=net.policy.actor, reward=net.reward, cost=net.cost),
@@ -197,7 +237,7 @@ class DDPG:
         self, state: DDPGState, trials: Trials, tasks: PyTree, multiplier: jax.Array, iteration: jax.Array, key: Key
     ) -> tuple[DDPGState, dict[str, jax.Array]]:
         """Store the new trials, then take gradient steps on replayed ones; `multiplier` is [episode]."""
-        stored = buffer.add(state.replay, trials)
+        stored = buffer.add(state.replay, self.row(trials, tasks))
         params, static = eqx.partition(state.net, eqx.is_array)
         slow_params, slow_static = eqx.partition(state.slow, eqx.is_array)
 
@@ -228,30 +268,35 @@ class DDPG:
         means = jax.tree.map(lambda x: x.mean(0), metrics)
         return state, means | {"reward_scale": scale[0], "cost_scale": scale[1]}
 
+    def row(self, trials: Trials, tasks: PyTree) -> Row:
+        """Rows for replay."""
+        return Row(trials=trials, task=jax.vmap(jax.vmap(self.env.task_features))(tasks))
+
     def loss(
-        self, net: Nets, slow: Heads, trials: Trials, multiplier: jax.Array, scale: jax.Array, key: Key
+        self, net: Nets, slow: Heads, batch: Row, multiplier: jax.Array, scale: jax.Array, key: Key
     ) -> tuple[jax.Array, tuple]:
         """L_v + L_c + L_p of Algorithm 1 over the valid steps of the rows."""
         target_key, actor_key = jax.random.split(key)
+        trials, seen = batch.trials, Seen(batch.task, batch.trials.trial)
         features = net.policy.trunk.forward(trials.token, trials.trial)
         policy = net.policy.distribution(features)
         frozen = jax.lax.stop_gradient(features)
         prior = net.policy.distribution(frozen, slow.actor)
         mask = trials.learnable.astype(jnp.float32)
 
-        targets = self.targets(slow, prior, frozen, trials, scale, target_key)  # [2, row, time]
-        taken = [critics.taken(features, trials.action) for critics in (net.reward, net.cost)]
+        targets = self.targets(slow, prior, frozen, batch, scale, target_key)  # [2, row, time]
+        taken = [critics.taken(features, seen, trials.action) for critics in (net.reward, net.cost)]
         errors = [_mean((q - t) ** 2, mask) for q, t in zip(taken, targets, strict=True)]
 
         # L_p = −Q(s, â) + λ v_e Q^c(s, â); the critics and their input are constants here.
         steady = jax.lax.stop_gradient((net.reward, net.cost))
-        q, q_cost = (critics.expected(frozen, policy, actor_key).mean(0) for critics in steady)
+        q, q_cost = (critics.expected(frozen, seen, policy, actor_key).mean(0) for critics in steady)
         weight = multiplier[trials.token.episode] * scale[1] / scale[0]
         if self.penalty.form == "paper":
             weight = weight * over_budget(trials)
         # Long horizons bury an action's advantage in the value: measure Q in units of its spread over all actions.
         # (Over the policy's own actions the unit would shrink to nothing as the policy turns greedy.)
-        unit = _mean(steady[0].spread(frozen) + weight * steady[1].spread(frozen), mask) + 1e-3
+        unit = _mean(steady[0].spread(frozen, seen) + weight * steady[1].spread(frozen, seen), mask) + 1e-3
         actor = _mean(-(q - weight * q_cost) / unit, mask)
         drift = _mean(_kl(jax.lax.stop_gradient(prior), policy), mask)
         randomness = _mean(policy.entropy(), mask)
@@ -267,20 +312,24 @@ class DDPG:
         return loss, (0.995 * scale + 0.005 * jnp.maximum(rms, 1e-2), metrics)
 
     def targets(
-        self, slow: Heads, prior: Distribution, features: jax.Array, trials: Trials, scale: jax.Array, key: Key
+        self, slow: Heads, prior: Distribution, features: jax.Array, batch: Row, scale: jax.Array, key: Key
     ) -> jax.Array:
         """Retrace targets of reward and cost from the slow heads, [2, row, time], in units of `scale`."""
+        trials, seen = batch.trials, Seen(batch.task, batch.trials.trial)
         within_trial = 1.0 - trials.trial_done
         if self.penalty.form == "excess":
             cost, cost_discount = excess_cost(trials), self.config.cost_discount * within_trial
         else:
             cost, cost_discount = trials.cost, 1.0 - trials.done
         signal = jnp.stack([trials.reward, cost]) / scale[:, None, None]
-        discount = jnp.stack([self.config.discount * within_trial, cost_discount])
+        reward_gamma = reward_discount(
+            self.config.discount, self.config.episode_discount, trials.done, trials.trial_done
+        )
+        discount = jnp.stack([reward_gamma, cost_discount])
         pools = ((slow.reward, jnp.min), (slow.cost, jnp.max))
         pool = lambda q, worst: worst(q, 0) if self.config.pessimism else q.mean(0)  # noqa: E731
-        taken = jnp.stack([pool(c.taken(features, trials.action), worst) for c, worst in pools])
-        value = jnp.stack([pool(c.expected(features, prior, key), worst) for c, worst in pools])
+        taken = jnp.stack([pool(c.taken(features, seen, trials.action), worst) for c, worst in pools])
+        value = jnp.stack([pool(c.expected(features, seen, prior, key), worst) for c, worst in pools])
         ratio = jnp.exp(jnp.minimum(prior.log_prob(trials.action) - trials.extras["log_prob"], 0.0))
         error = signal + discount * shift(value) - taken
         cut = discount[..., -1] > 0  # a row cut in mid-trial has no next value
