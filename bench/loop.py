@@ -1,0 +1,51 @@
+"""How fast whole training runs went: playing, learning and logging together, from their logs.
+
+python bench/loop.py runs/darkroom runs/darkroom-ddpg        a line a run; --out FILE.json writes them
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from safeicrl.files import read_json, write_json
+from safeicrl.log import read_metrics
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """Steps/s and seconds of the median iteration, over all seeds together; the first iterations are left out."""
+    config, rows = read_json(folder / "config.json", "training run"), read_metrics(folder / "metrics.jsonl")
+    steps = np.array([row["env_steps"] for row in rows if "return" in row], float)
+    seconds = np.array([row["seconds"] for row in rows if "return" in row])
+    seeds = config["train"]["seeds"]
+    pace = np.diff(seconds)[3:]
+    return {
+        "run": folder.name,
+        "device": config["device"],
+        "seeds": seeds,
+        "iterations": len(seconds),
+        "seconds_per_iteration": float(np.median(pace)),
+        "env_steps_per_s": float(seeds * np.median(np.diff(steps)[3:] / pace)),
+        "minutes": float(seconds[-1] / 60),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of training runs")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    found = [measure(folder) for folder in args.runs]
+    for run in found:
+        Console().print(
+            f"{run['run']}: {run['env_steps_per_s']:,.0f} env steps/s over {run['seeds']} seed(s), "
+            f"{run['seconds_per_iteration']:.2f} s an iteration, {run['minutes']:.1f} min on {run['device']}"
+        )
+    if args.out is not None:
+        write_json(args.out, {"runs": found})
+
+
+if __name__ == "__main__":
+    main()
