@@ -52,30 +52,28 @@ def run(env, config, tasks, limits, seed=0):
 def test_the_mean_cost_settles_at_the_limit_where_cost_pays():
     """The good arm pays and costs 1, the safe one pays ¼: the best at a mean cost of b is `Casino.best(b)`."""
     env, limits = Casino(), [0.0, 1.0, 3.0]
-    config = PPOLagConfig(iterations=250, learning_rate=3e-3, multiplier_rate=0.2, entropy=0.0, hidden=(16,))
+    config = PPOLagConfig(iterations=250, learning_rate=1e-3, hidden=(16,))
     _, _, metrics = run(env, config, jnp.full(3, 1), limits)
     last = {name: metrics[name][-100:].mean(0) for name in ("return", "cost", "lambda")}
-    np.testing.assert_allclose(last["cost"], limits, atol=0.25)
-    np.testing.assert_allclose(last["return"], [env.best(b) for b in limits], atol=0.25)
+    np.testing.assert_allclose(last["cost"], limits, atol=0.15)
+    np.testing.assert_allclose(last["return"], [env.best(b) for b in limits], atol=0.15)
     assert (metrics["lambda"] >= 0).all()
     assert all(np.isfinite(x).all() for x in metrics.values())
 
 
 def test_continuous_actions_throw_as_far_as_the_limit_allows():
     """The target is at ½; throwing x > 0 costs x, so that the best within a limit of b < ½ is ½ + b."""
-    env, limits = Throw(), [0.1, 0.3, 1.0]
-    config = PPOLagConfig(iterations=250, learning_rate=3e-3, multiplier_rate=0.02, entropy=0.0, hidden=(16,))
-    learner, states, metrics = run(env, config, jnp.full(3, 0.5), limits)
-    best = [0.6, 0.8, 1.0]
-    np.testing.assert_allclose(metrics["cost"][-100:].mean(0), [0.1, 0.3, 0.5], atol=0.08)
-    np.testing.assert_allclose(metrics["return"][-100:].mean(0), best, atol=0.12)
-    assert metrics["lambda"][-1, 2] < 0.01  # a limit that does not bind has no price
-    agent = learner.agent(jax.tree.map(lambda x: x[1], states))
-    assert isinstance(agent, MlpAgent)
+    env, limits = Throw(), [0.3, 1.0]
+    config = PPOLagConfig(iterations=250, learning_rate=1e-3, multiplier_rate=0.1, entropy=0.0, hidden=(16,))
+    _, _, metrics = run(env, config, jnp.full(2, 0.5), limits)
+    np.testing.assert_allclose(metrics["cost"][-50:].mean(0), [0.3, 0.5], atol=0.05)
+    # what is missing to the best is the spread of the throws, which is still shrinking
+    np.testing.assert_allclose(metrics["return"][-50:].mean(0), [0.8, 1.0], atol=0.15)
+    assert (metrics["lambda"][:, 1] == 0).all()  # a limit that never binds has no price
 
 
 def test_the_limit_decides_the_way_through_the_room():
-    config = PPOLagConfig(iterations=120, learning_rate=3e-3, multiplier_rate=1.0)
+    config = PPOLagConfig(iterations=120, learning_rate=3e-3, multiplier_rate=0.1)
     tasks = jax.tree.map(lambda x: jnp.stack([x, x]), DETOUR)
     learner, states, metrics = run(ROOM, config, tasks, [0.0, 5.0])
     np.testing.assert_allclose(metrics["return"][-20:].mean(0), [1.0, 1.0], atol=0.03)
@@ -109,8 +107,8 @@ def test_advantages_bootstrap_a_truncated_episode_and_not_a_terminated_one():
     learner = Learner(ROOM, config)
     state = learner.init(jax.random.key(0), DETOUR)
     nets = jax.tree.map(jnp.zeros_like, state.params.nets)
-    nets = eqx.tree_at(lambda n: n.layers[-1].bias, nets, jnp.array([0.0, 2.0, 3.0])[:, None] * jnp.ones((3, 5)))
-    state = replace(state, params=replace(state.params, nets=nets), multiplier=jnp.float32(0.5))
+    nets = eqx.tree_at(lambda n: n.biases[-1], nets, jnp.array([0.0, 2.0, 3.0])[:, None] * jnp.ones((3, 5)))
+    state = replace(state, params=replace(state.params, nets=nets))
     flags = lambda *rows: jnp.array(rows, bool)  # noqa: E731  [time, env]
     zeros = jnp.zeros((3, 2))
     played = Rollout(
@@ -119,60 +117,75 @@ def test_advantages_bootstrap_a_truncated_episode_and_not_a_terminated_one():
         terminated=flags([0, 0], [1, 0], [0, 0]), truncated=flags([0, 0], [0, 1], [0, 0]),
         final_observation=jnp.ones((3, 2, 2), jnp.int32), log_prob=zeros, returns=zeros, costs=zeros,
     )  # fmt: skip
-    batch, _ = learner.prepare(state, played)
+    batch, scale = learner.prepare(state, played, jnp.float32(0.5))
     # reward: errors −1, (1 − 2 terminated | 1 + 1 − 2 truncated), −1; step 0 adds ¼ of step 1's
     reward = np.array([[-1.25, -1.0], [-1.0, 0.0], [-1.0, -1.0]])
     cost = np.array([[-1.5 - 0.75, -1.5 - 0.375], [-3.0, -1.5], [-0.5, -1.5]])
-    np.testing.assert_allclose(batch.targets.reshape(3, 2, 2), np.stack([reward + 2, cost + 3], -1), rtol=1e-5)
-    reward = (reward - reward.mean()) / (reward.std() + 1e-3)
+    targets = np.stack([reward + 2, cost + 3], -1)
+    np.testing.assert_allclose(scale, 0.95 + 0.05 * np.sqrt((targets**2).mean((0, 1))), rtol=1e-5)
+    np.testing.assert_allclose(batch.targets.reshape(3, 2, 2), targets / scale, rtol=1e-5)
+    reward = (reward - reward.mean()) / reward.std()  # 0.39, above the least of 0.1
     combined = (reward - 0.5 * (cost - cost.mean())) / 1.5
     np.testing.assert_allclose(batch.advantage.reshape(3, 2), combined, rtol=1e-4)
 
 
 def test_the_multiplier_follows_the_violation_within_its_bounds():
     learner = Learner(ROOM, PPOLagConfig(multiplier_rate=0.5, multiplier_cap=2.0))
-    move = lambda *x: float(learner.move(*(jnp.float32(v) for v in x)))  # noqa: E731
-    assert move(1.0, 4.0, 2.0, 3) == pytest.approx(1.0 + 0.5 * 2 / 10)
-    assert move(1.0, 1.0, 2.0, 3) == pytest.approx(1.0 - 0.5 * 1 / 10)
+    move = lambda *x: float(learner.move(*(jnp.float32(v) for v in x))[0])  # noqa: E731
+    assert move(1.0, 2.4, 2.0, 3) == pytest.approx(1.0 + 0.5 * 0.4)
+    assert move(1.0, 1.8, 2.0, 3) == pytest.approx(1.0 - 0.5 * 0.2)
+    assert move(1.0, 25.0, 2.0, 3) == pytest.approx(1.0 + 0.5)  # one large violation is no landslide
     assert move(0.01, 0.0, 5.0, 3) == 0.0
     assert move(1.99, 10.0, 0.0, 3) == 2.0
     assert move(1.0, 4.0, 2.0, 0) == 1.0  # no episode ended
+    damped = Learner(ROOM, PPOLagConfig(multiplier_rate=0.5, multiplier_gain=0.25, multiplier_cap=2.0))
+    price = lambda *x: float(damped.move(*(jnp.float32(v) for v in x))[1])  # noqa: E731
+    assert price(1.0, 2.4, 2.0, 3) == pytest.approx(1.0 + 0.75 * 0.4)
+    assert price(0.1, 0.0, 2.0, 3) == 0.0
+    assert price(2.0, 9.0, 2.0, 3) == 2.0
+    assert price(1.0, 9.0, 2.0, 0) == 1.0
 
 
 def test_an_iteration_in_which_no_episode_ends_is_sound():
     """Steps of half an episode: the ends come every second iteration."""
     env = Push(max_steps=16)
     config = dataclasses.replace(TINY, iterations=5, multiplier=0.3)
-    _, _, metrics = run(env, config, jnp.zeros(2), [0.0, 1.0])
+    learner, states, metrics = run(env, config, jnp.zeros(2), [0.0, 1.0])
     assert all(np.isfinite(x).all() for x in metrics.values())
     np.testing.assert_array_equal(metrics["episodes"][:, 0], [0, 4, 0, 4, 0])
     assert (metrics["lambda"][0] == np.float32(0.3)).all()
-    np.testing.assert_array_equal(metrics["lambda"][1], metrics["lambda"][2])
     np.testing.assert_array_equal(metrics["return"][1], metrics["return"][2])  # the last known
+    # and the policy has the form that a card rebuilds, its normaliser filled
+    agent = learner.agent(jax.tree.map(lambda x: x[0], states))
+    form = eqx.filter_eval_shape(MlpAgent.build, env.spec, TINY.hidden)
+    assert jax.tree.structure(agent) == jax.tree.structure(form)
+    assert float(agent.normaliser.count) == config.iterations * config.envs * config.steps
 
 
-def test_looking_up_cells_is_the_same_as_evaluating_each_step(monkeypatch):
-    config = dataclasses.replace(TINY, entropy=0.1)
-    looked_up, states, _ = run(ROOM, config, jax.tree.map(lambda x: x[None], DETOUR), [1.0])
+def test_looking_up_cells_beside_others_is_evaluating_each_step_alone(monkeypatch):
+    tasks = jax.tree.map(lambda x: jnp.stack([x] * 3), DETOUR)
+    looked_up, states, metrics = run(ROOM, TINY, tasks, [0.0, 1.0, 2.0])
     assert looked_up.cells is not None
     monkeypatch.setattr(ppo_lag, "TABLE", 0)
-    plain, others, _ = run(ROOM, config, jax.tree.map(lambda x: x[None], DETOUR), [1.0])
-    assert plain.cells is None
-    for a, b in zip(jax.tree.leaves(states.params), jax.tree.leaves(others.params), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-4)
-
-
-def test_a_learner_is_the_same_alone_and_beside_others():
-    tasks = jax.tree.map(lambda x: jnp.stack([x] * 3), DETOUR)
-    learner, states, metrics = run(ROOM, TINY, tasks, [0.0, 1.0, 2.0])
-    state = learner.init(jax.random.split(jax.random.key(0), 3)[1], DETOUR)
+    learner = Learner(ROOM, TINY)
+    assert learner.cells is None
+    state, step = learner.init(jax.random.split(jax.random.key(0), 3)[1], DETOUR), jax.jit(learner.iterate)
     for iteration in range(TINY.iterations):
-        state, played, alone = jax.jit(learner.iterate)(state, DETOUR, jnp.float32(1.0))
+        state, played, alone = step(state, DETOUR, jnp.float32(1.0))
         assert float(alone["return"]) == pytest.approx(metrics["return"][iteration, 1])
-    np.testing.assert_allclose(
-        state.params.nets.layers[0].weight, states.params.nets.layers[0].weight[1], atol=1e-4
-    )
     assert played.reward.shape == (TINY.steps, TINY.envs)
+    for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(states.params), strict=True):
+        np.testing.assert_allclose(a, b[1], atol=2e-4)
+
+
+def test_values_stay_the_same_when_their_unit_changes():
+    learner = Learner(ROOM, TINY)
+    state = learner.init(jax.random.key(0), DETOUR)
+    where = jnp.array([[0, 0], [2, 3]])
+    scale = jnp.array([4.0, 0.5])
+    other = replace(state, scale=scale, params=ppo_lag.rescale(state.params, state.scale / scale))
+    np.testing.assert_allclose(learner.values(other, where), learner.values(state, where), rtol=1e-5)
+    np.testing.assert_array_equal(other.params.nets.weights[-1][0], state.params.nets.weights[-1][0])
 
 
 def test_the_normaliser_is_the_mean_and_variance_of_all_it_saw():
@@ -264,38 +277,18 @@ def test_interrupted_and_resumed_is_uninterrupted_and_loads_in_one_line(tmp_path
     policy.start(budget=1)
     assert policy.act([1, 1]) in range(5)
     trained = whole.agent(PPOLag(FIXED, TINY))
-    np.testing.assert_array_equal(policy.agent.net.layers[0].weight, trained.net.layers[0].weight)
-
-
-def test_a_continuous_policy_carries_its_normaliser(tmp_path):
-    env = Push()
-    learner, states, _ = run(env, TINY, jnp.zeros(1), [1.0])
-    agent = learner.agent(jax.tree.map(lambda x: x[0], states))
-    form = eqx.filter_eval_shape(MlpAgent.build, env.spec, TINY.hidden)
-    assert jax.tree.structure(eqx.filter(agent, eqx.is_array)) == jax.tree.structure(form)
-    assert float(agent.normaliser.count) == TINY.iterations * TINY.envs * TINY.steps
+    np.testing.assert_array_equal(policy.agent.net.weights[0], trained.net.weights[0])
 
 
 def test_the_command_line_names_an_algorithm_and_an_environment(tmp_path, capsys):
-    tiny = [
-        "--algo.iterations",
-        "2",
-        "--chunk",
-        "1",
-        "--algo.envs",
-        "2",
-        "--algo.steps",
-        "4",
-        "--evaluation.tasks",
-        "1",
-    ]
-    room = ["--env.args", "size=3", "obstacles=1", "max_steps=5", "episodes=2", "--env.limit", "2.5"]
+    tiny = "--algo.iterations 4 --chunk 2 --evaluation.tasks 2 --algo.envs 4 --algo.steps 8 --algo.minibatches 2"
+    room = "--algo.epochs 2 --algo.hidden 8 --env.limit 1 --env.args size=3 obstacles=1 max_steps=5 episodes=3"
     out = tmp_path / "run"
-    asked = ["train", "--algo", "ppo-lag", "--env=safe-dark-room", "--out", str(out), *tiny, *room]
+    asked = ["train", "--algo", "ppo-lag", "--env=safe-dark-room", "--out", str(out), *tiny.split(), *room.split()]
     assert main(asked) == 0
     saved = json.loads((out / "config.json").read_text())
     assert saved["algo"]["name"] == "ppo-lag"
-    assert saved["env"]["parameters"]["limit"] == 2.5
+    assert saved["env"]["parameters"]["limit"] == 1.0
     capsys.readouterr()
     assert main(["evaluate", str(out), "--tasks", "2"]) == 0
     assert main(["train", "--algo", "ppo-lg"]) == 2

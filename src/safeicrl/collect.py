@@ -60,7 +60,7 @@ class CollectConfig:
 def default_config(env: Env) -> CollectConfig:
     """The paper's 4M steps of a room; 2M steps at limit 0 elsewhere. Both learn all through their histories."""
     if isinstance(env.spec.observation, Grid):
-        learner = PPOLagConfig(epochs=1, learning_rate=3e-4)
+        learner = PPOLagConfig(epochs=1, learning_rate=3e-4, multiplier_gain=0.0)
         return CollectConfig(learner=learner)
     learner = PPOLagConfig(steps=64, epochs=4, minibatches=8, entropy=0.0)
     return CollectConfig(tasks=8, limits=(0.0,), steps=250_000, group=8, learner=learner)

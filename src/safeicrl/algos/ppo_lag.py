@@ -46,6 +46,7 @@ class PPOLagConfig:
     max_grad: float = 1.0
     multiplier: float = 0.0  # λ at the start
     multiplier_rate: float = 0.05  # its rise in an iteration whose episodes cost, on average, 1 or more too much
+    multiplier_gain: float = 0.5  # what it is higher by for just as long as they do: damps its swings
     multiplier_cap: float = 10.0  # without one λ would grow for ever where the limit cannot be kept
     log_std: float = -0.5  # of continuous actions, at the start
 
@@ -56,7 +57,7 @@ class PPOLagConfig:
             check_integer("hidden", size, 1)
         for name in ("learning_rate", "clip", "max_grad", "multiplier_cap"):
             check_number(name, getattr(self, name), 0.0, strict=True)
-        for name in ("entropy", "multiplier", "multiplier_rate"):
+        for name in ("entropy", "multiplier", "multiplier_rate", "multiplier_gain"):
             check_number(name, getattr(self, name), 0.0)
         check_number("log_std", self.log_std, -10.0)
         for name in ("discount", "cost_discount", "trace"):
@@ -73,7 +74,7 @@ class PPOLagConfig:
 def default_config(env: Env) -> PPOLagConfig:
     """Settings to learn one task well and soon; learning histories are slower on purpose (collect.py)."""
     if isinstance(env.spec.observation, Grid):
-        return PPOLagConfig(learning_rate=1e-3)
+        return PPOLagConfig(iterations=150, epochs=2, learning_rate=1e-3, entropy=0.005)
     return PPOLagConfig(iterations=300, steps=150, epochs=8, minibatches=8, entropy=0.0)
 
 
@@ -228,7 +229,7 @@ class LearnerState:
     optimiser: PyTree
     normaliser: Normaliser | None
     scale: jax.Array  # [2] running root mean square of the reward and cost critics' targets
-    multiplier: jax.Array  # [] λ
+    multiplier: jax.Array  # [] λ without the gain's part
     recent: jax.Array  # [3] mean return, cost and share over the limit of the last iteration with an episode's end
     worlds: Worlds
     key: Key
@@ -264,7 +265,7 @@ class Batch:
     action: jax.Array
     log_prob: jax.Array
     advantage: jax.Array  # (A_r − λ A_c) / (1 + λ)
-    targets: jax.Array  # [step, 2] of the critics, in units of `scale`
+    targets: jax.Array  # [step, 2] of the critics, in units of the new scale
 
 
 class Learner:
@@ -315,8 +316,9 @@ class Learner:
         with jax.default_matmul_precision("highest"):
             worlds, played = self.play(state, task, play_key)
             recent, ended = summarise_ends(played, limit, state.recent)
-            multiplier = self.move(state.multiplier, recent[1], limit, ended)
-            batch, scale = self.prepare(replace(state, multiplier=multiplier), played)
+            multiplier, price = self.move(state.multiplier, recent[1], limit, ended)
+            batch, scale = self.prepare(state, played, price)
+            state = replace(state, params=rescale(state.params, state.scale / scale))
             params, optimiser, metrics = self.learn(state, batch, learn_key)
         normaliser = state.normaliser
         if normaliser is not None:  # after learning: an iteration acts and learns with one and the same
@@ -331,15 +333,22 @@ class Learner:
             "cost": recent[1],
             "over_budget": recent[2],
             "budget": jnp.asarray(limit, jnp.float32),
-            "lambda": multiplier,
+            "lambda": price,
             "episodes": ended,
         }
         return state, played, metrics
 
-    def move(self, multiplier: jax.Array, cost: jax.Array, limit: jax.Array, ended: jax.Array) -> jax.Array:
-        """λ up by the violation, down by the slack, within [0, cap]; as it was when no episode ended."""
-        violation = jnp.where(ended > 0, jnp.clip(cost - limit, -1.0, 1.0), 0.0)
-        return jnp.clip(multiplier + self.config.multiplier_rate * violation, 0.0, self.config.multiplier_cap)
+    def move(
+        self, multiplier: jax.Array, cost: jax.Array, limit: jax.Array, ended: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The multiplier up by the violation or down by the slack, and the λ to learn with; both in [0, cap].
+
+        A proportional part beside the integral, as in PID-Lagrangian methods (Stooke et al. 2020): the integral
+        alone swings about the limit. Where no episode ended, nothing is known and the integral stays.
+        """
+        config, violation = self.config, jnp.where(ended > 0, jnp.clip(cost - limit, -1.0, 1.0), 0.0)
+        multiplier = jnp.clip(multiplier + config.multiplier_rate * violation, 0.0, config.multiplier_cap)
+        return multiplier, jnp.clip(multiplier + config.multiplier_gain * violation, 0.0, config.multiplier_cap)
 
     def play(self, state: LearnerState, task: PyTree, key: Key) -> tuple[Worlds, Rollout]:
         """Every episode goes on for `steps` steps; where one ends, the next begins."""
@@ -380,8 +389,8 @@ class Learner:
         strides = np.cumprod((1, *sizes[:0:-1]))[::-1]
         return (observation * jnp.asarray(strides, jnp.int32)).sum(-1)
 
-    def prepare(self, state: LearnerState, played: Rollout) -> tuple[Batch, jax.Array]:
-        """Advantages and targets of every step, and the critics' new scale."""
+    def prepare(self, state: LearnerState, played: Rollout, price: jax.Array) -> tuple[Batch, jax.Array]:
+        """Advantages at λ = `price` and targets of every step, and the critics' new scale."""
         config = self.config
         values = self.values(state, played.observation)  # [2, time, env]
         ahead = self.values(state, played.final_observation)
@@ -404,16 +413,17 @@ class Learner:
         reward, cost = (x - x.mean() for x in advantages)
         # Standardised, but never blown up: once every episode goes well, what is left is noise.
         reward = reward / jnp.maximum(reward.std(), 0.1 * state.scale[0])
-        advantage = (reward - state.multiplier * cost) / (1 + state.multiplier)
+        advantage = (reward - price * cost) / (1 + price)
         rms = jnp.sqrt((targets**2).mean((1, 2)))
+        scale = 0.95 * state.scale + 0.05 * jnp.maximum(rms, 1e-2)
         flat = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
         index = jnp.zeros_like(played.reward, jnp.int32) if self.cells is None else self.cell(played.observation)
         batch = Batch(
             index=flat(index), observation=flat(played.observation), action=flat(played.action),
             log_prob=flat(played.log_prob), advantage=flat(advantage),
-            targets=flat(jnp.moveaxis(targets / state.scale[:, None, None], 0, -1)),
+            targets=flat(jnp.moveaxis(targets / scale[:, None, None], 0, -1)),
         )  # fmt: skip
-        return batch, 0.95 * state.scale + 0.05 * jnp.maximum(rms, 1e-2)
+        return batch, scale
 
     def values(self, state: LearnerState, observation: jax.Array) -> jax.Array:
         """What the critics say, [2, ...]."""
@@ -474,6 +484,18 @@ class Learner:
             "kl": (ratio - 1 - jnp.log(ratio)).mean(),
         }
         return actor + 0.5 * critics.sum() - self.config.entropy * entropy, metrics
+
+
+def rescale(params: Params, factor: jax.Array) -> Params:
+    """The same values in new units: a critic's output layer times `factor` [2], as in PopArt.
+
+    Without it a growing scale would make the values grow, which make the targets and so the scale grow.
+    """
+    by = jnp.concatenate([jnp.ones(1), factor])  # the actor's stays
+    last = lambda nets: (nets.weights[-1], nets.biases[-1])  # noqa: E731
+    weight, bias = last(params.nets)
+    nets = eqx.tree_at(last, params.nets, (weight * by[:, None, None], bias * by[:, None]))
+    return replace(params, nets=nets)
 
 
 def summarise_ends(played: Rollout, limit: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:
