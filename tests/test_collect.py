@@ -138,6 +138,7 @@ def test_defaults_are_the_papers_four_million_steps():
         ({"limits": ()}, "at least one cost limit"),
         ({"limits": (-1.0,)}, "must be a finite number ≥ 0"),
         ({"split": "both"}, "split must be"),
+        ({"learner": PPOLagConfig(iterations=7)}, "set by steps: leave out learner.iterations"),
     ],
 )
 def test_settings_that_cannot_be(changes, message):

@@ -50,6 +50,8 @@ class CollectConfig:
         if not self.limits:
             raise UserError("limits must name at least one cost limit")
         check_budget(self.limits)
+        if self.learner.iterations != PPOLagConfig.iterations:
+            raise UserError("the length of a history is set by steps: leave out learner.iterations")
 
     @property
     def histories(self) -> int:

@@ -74,7 +74,7 @@ class PPOLagConfig:
 def default_config(env: Env) -> PPOLagConfig:
     """Settings to learn one task well and soon; learning histories are slower on purpose (collect.py)."""
     if isinstance(env.spec.observation, Grid):
-        return PPOLagConfig(iterations=150, epochs=2, learning_rate=1e-3, entropy=0.005)
+        return PPOLagConfig(iterations=100, epochs=2, learning_rate=1e-3, entropy=0.005)
     return PPOLagConfig(iterations=300, steps=150, epochs=8, minibatches=8, entropy=0.0)
 
 
