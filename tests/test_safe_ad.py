@@ -14,6 +14,7 @@ from probe import Casino, Push
 from safeicrl import checkpoint
 from safeicrl.algos.registry import algo_name
 from safeicrl.algos.safe_ad import SafeAD, SafeADConfig
+from safeicrl.cli import main
 from safeicrl.decision import RTG_FLOOR, DecisionAgent
 from safeicrl.demonstrations import EpsConfig, NoisyPlanner, collect_demonstrations
 from safeicrl.envs.api import replace
@@ -24,6 +25,7 @@ from safeicrl.histories import open_histories
 from safeicrl.log import read_metrics
 from safeicrl.nets.decision import DecisionConfig, DecisionNet, Steps, drop, dropout_key, unit_scales
 from safeicrl.policy import Policy, load_policy
+from safeicrl.presets import preset
 from safeicrl.reference import PlannerAgent
 from safeicrl.train import EvalConfig, TrainConfig, train
 from safeicrl.trial import run_trials, sample_queue
@@ -393,3 +395,25 @@ def test_demonstrations_are_histories_that_end_at_the_planners_best(tmp_path):
     assert np.mean(late) > np.mean(early)
     with pytest.raises(UserError, match="SafeDarkRoom only, not in Casino"):
         collect_demonstrations(Casino(), config, out=tmp_path / "no")
+
+
+def test_the_command_line_collects_them(tmp_path, capsys):
+    room = [f"{name}={getattr(ROOM, name)}" for name in ("size", "obstacles", "max_steps", "episodes")]
+    room += [f"{name}={list(getattr(ROOM, name))}" for name in ("train_budget", "test_budget")]
+    asked = ["--by", "eps", "--env-args", *room, "--tasks", "2", "--limits", "1", "--steps", "60"]
+    assert main(["collect", *asked, "--out", str(tmp_path / "eps")]) == 0
+    assert open_histories(tmp_path / "eps", env=ROOM).limit.tolist() == [1, 1]
+    assert "while learning" in capsys.readouterr().out
+    assert main(["collect", "--by", "nobody"]) == 2
+    assert "unknown maker of histories 'nobody'; known: eps, ppo-lag" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["darkroom-safe-ad", "darkroom-safe-ad-small", "point-safe-ad"])
+def test_presets_are_the_papers_tables(name):
+    if name == "point-safe-ad":
+        pytest.importorskip("mujoco")
+    algo = preset(name).algo
+    sizes = (algo.net.embedding, algo.net.width, algo.net.layers, algo.net.heads, algo.net.context, algo.batch)
+    table = {"darkroom-safe-ad": (64, 512, 8, 8, 100, 512), "point-safe-ad": (512, 256, 8, 8, 200, 128)}
+    assert sizes == table.get(name, sizes)
+    assert algo_name(algo) == "safe-ad"
