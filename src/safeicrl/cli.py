@@ -1,4 +1,4 @@
-"""The command line: safeicrl train | collect | evaluate | plot | demo | list.
+"""The command line: safeicrl train | collect | evaluate | compare | plot | demo | list.
 
 A mistake in what was asked for is one line on stderr and exit code 2; a traceback is always a bug.
 """
@@ -306,7 +306,31 @@ def _pair(text: str) -> tuple[str, Any]:
         return name, value
 
 
-# -- plot, demo, list ---------------------------------------------------------------------------------------
+# -- compare, plot, demo, list -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare:
+    """Where agents stand between two reference lines that met the same tasks."""
+
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE ...")]  # results
+    upper: Path  # results of the line that counts as 1, e.g. an agent that is told the task
+    lower: Path  # results of the line that counts as 0, e.g. an agent that forgets at every episode
+    last: int = 5  # episodes at a trial's end whose return is compared
+
+
+def compare(args: list[str]) -> None:
+    """Where agents stand between two reference lines that met the same tasks."""
+    from safeicrl.report import relative_table
+    from safeicrl.results import load_results
+
+    asked = _parse("compare", Compare, args)
+    if not asked.files:
+        raise UserError(
+            "compare needs results files, as in compare mine.npz --upper told.npz --lower none.npz"
+        )
+    upper, lower, *results = (load_results(path) for path in (asked.upper, asked.lower, *asked.files))
+    Console().print(relative_table(results, upper=upper, lower=lower, last=asked.last))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,6 +406,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": train,
     "collect": collect,
     "evaluate": evaluate,
+    "compare": compare,
     "plot": plot,
     "demo": demo,
     "list": list_names,

@@ -9,7 +9,7 @@ from safeicrl.config import env_from_plain
 from safeicrl.envs.api import Env
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.errors import UserError, check_budget, unknown_name
-from safeicrl.evaluate import evaluate, with_options
+from safeicrl.evaluate import WipedAgent, evaluate, with_options
 from safeicrl.policy import Policy, load_policy, policy_names, run_policies
 from safeicrl.reference import ExplorerAgent, PlannerAgent, RandomAgent
 from safeicrl.results import Results
@@ -33,7 +33,9 @@ class Contender:
         if self.policy is not None:
             spec = self.env.spec
             asked = check_budget(budgets or spec.test_budget)
-            self.policy.warn_beyond(budgets=asked, episodes=episodes or spec.episodes, steps=spec.max_steps)
+            # made to forget, it meets every episode as a trial's first
+            count = 1 if isinstance(self.agent, WipedAgent) else episodes or spec.episodes
+            self.policy.warn_beyond(budgets=asked, episodes=count, steps=spec.max_steps)
         settings = {"label": self.label, **settings}
         return evaluate(self.env, self.agent, budgets=budgets, episodes=episodes, meta=self.meta, **settings)
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safeicrl.algos.api import Algorithm
 from safeicrl.algos.registry import algo_name, find_algo
@@ -13,7 +13,9 @@ from safeicrl.envs.api import Grid
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.envs.fixed import FixedTask
 from safeicrl.envs.registry import make_env
+from safeicrl.envs.revealed import Revealed
 from safeicrl.errors import UserError, unknown_name
+from safeicrl.evaluate import describe_env
 from safeicrl.files import read_json
 from safeicrl.train import EvalConfig, TrainConfig
 
@@ -204,6 +206,122 @@ def _darkroom_safe_ad_small() -> Experiment:
     return Experiment(env=_darkroom_small().env, algo=algo, train=train)
 
 
+# -- the MuJoCo worlds: why these numbers is in docs/mujoco_scared.md ------------------------------------------
+
+
+def _dark_world(env: str, *, iterations: int, rows: int, epochs: int, minibatch: int) -> Experiment:
+    """A sparse reward that ends the episode, and costs of up to 5 a step against budgets of 10 to 50."""
+    from safeicrl.algos.scared import ScaredConfig
+    from safeicrl.optimisers.ddpg import DDPGConfig
+    from safeicrl.optimisers.ppo import PPOConfig
+    from safeicrl.penalty import PenaltyConfig
+
+    # what is found now pays in later episodes
+    far: dict[str, Any] = {"discount": 0.999, "episode_discount": 0.95, "trace": 0.97}
+    algo = ScaredConfig(
+        iterations=iterations,
+        rows=rows,
+        queue=4,  # a trained agent needs about a third of an episode's steps
+        # An episode's whole return is 1, so at λ = 0.1 ten steps' worth of cost beyond the budget outweigh it.
+        penalty=PenaltyConfig(step=0.005, final_step=0.05, bound=0.5, tolerance=0.05, cap=1.0),
+        ppo=PPOConfig(
+            epochs=epochs, minibatch=minibatch, learning_rate=(5e-4, 5e-5), entropy=(0.003, 0.0003), **far
+        ),
+        ddpg=DDPGConfig(capacity=max(1024, rows), exploration=(0.5, 0.1), target_rate=0.02, **far),
+    )
+    return Experiment(env=make_env(env), algo=algo, train=_world_training())
+
+
+def _velocity_world(env: str, *, iterations: int, rows: int, epochs: int, minibatch: int) -> Experiment:
+    """A reward at every step, and a cost of 1 for every step that is too fast, against budgets of 0 to 5."""
+    from safeicrl.algos.scared import ScaredConfig
+    from safeicrl.optimisers.ddpg import DDPGConfig
+    from safeicrl.optimisers.ppo import PPOConfig
+    from safeicrl.penalty import PenaltyConfig
+
+    # a stride pays within the second, and most of what counts is this episode
+    near: dict[str, Any] = {"discount": 0.99, "trace": 0.95}
+    algo = ScaredConfig(
+        iterations=iterations,
+        rows=rows,
+        queue=4,  # an Ant that falls ends its episode early
+        # A metre per second more earns 1 a step: λ must outweigh that. It may be large from the start, because an
+        # agent that has not learned to run breaks no speed limit.
+        penalty=PenaltyConfig(initial=1.0, step=0.2, final_step=0.5, bound=0.5, tolerance=0.05, cap=10.0),
+        ppo=PPOConfig(epochs=epochs, minibatch=minibatch, learning_rate=(5e-4, 5e-5), entropy=(0.001, 0.0), **near),
+        ddpg=DDPGConfig(capacity=max(1024, rows), exploration=(0.3, 0.05), target_rate=0.02, **near),
+    )
+    return Experiment(env=make_env(env), algo=algo, train=_world_training())
+
+
+def _world_training() -> TrainConfig:
+    """The planned iterations or eight minutes, then one evaluation."""
+    return TrainConfig(minutes=8.0, checkpoint_minutes=3.0, evaluation=EvalConfig(every=0, tasks=200, rows=200))
+
+
+def _point() -> Experiment:
+    """SafeDarkPoint, for one GPU, which also moves the robot: eight minutes on an H200."""
+    return _dark_world("safe-dark-point", iterations=250, rows=1024, epochs=3, minibatch=64)
+
+
+def _car() -> Experiment:
+    """SafeDarkCar, for one GPU and 16 cores: a first policy in eight minutes, best after `point` (--start RUN)."""
+    # 11,000 steps a second is all that 16 cores make: few rows, each learned from often
+    return _dark_world("safe-dark-car", iterations=35, rows=64, epochs=8, minibatch=8)
+
+
+def _half_cheetah() -> Experiment:
+    """SafeVelocityHalfCheetah, for one GPU and 16 cores: eight minutes."""
+    return _velocity_world("safe-velocity-half-cheetah", iterations=90, rows=256, epochs=6, minibatch=16)
+
+
+def _ant() -> Experiment:
+    """SafeVelocityAnt, for one GPU and 16 cores: a first policy in eight minutes."""
+    return _velocity_world("safe-velocity-ant", iterations=55, rows=128, epochs=8, minibatch=16)
+
+
+WORLDS: dict[str, Callable[[], Experiment]] = {
+    "point": _point,
+    "car": _car,
+    "half-cheetah": _half_cheetah,
+    "ant": _ant,
+}
+
+
+def _line(world: str, kind: Literal["privileged", "memoryless"]) -> Callable[[], Experiment]:
+    """A reference line of a world, from the same trainer: one episode a trial, evaluated with its context wiped.
+
+    The privileged one is told the task, so that it has nothing to remember between episodes either.
+    """
+
+    def make() -> Experiment:
+        base = WORLDS[world]()
+        env = Revealed(name=describe_env(base.env)["name"]) if kind == "privileged" else base.env
+        steps = base.env.spec.max_steps
+        algo = dataclasses.replace(
+            base.algo,
+            episodes=1,
+            rows=4 * base.algo.rows,  # of a fifth of the length
+            queue=8,
+            steps=4 * steps,
+            segments=1,
+            net=dataclasses.replace(base.algo.net, context=steps),
+            ppo=dataclasses.replace(base.algo.ppo, minibatch=4 * base.algo.ppo.minibatch),
+            ddpg=dataclasses.replace(
+                base.algo.ddpg, batch=4 * base.algo.ddpg.batch, capacity=4 * base.algo.ddpg.capacity
+            ),
+        )
+        evaluation = dataclasses.replace(base.train.evaluation, wipe=True)
+        return Experiment(env=env, algo=algo, train=dataclasses.replace(base.train, evaluation=evaluation))
+
+    what = {
+        "privileged": "told the task: the line above",
+        "memoryless": "no memory of past episodes: the line below",
+    }
+    make.__doc__ = f"The `{world}` agent, {what[kind]}."
+    return make
+
+
 PRESETS: dict[str, Callable[[], Experiment]] = {
     "darkroom": _darkroom,
     "darkroom-tune": _darkroom_tune,
@@ -213,4 +331,7 @@ PRESETS: dict[str, Callable[[], Experiment]] = {
     "darkroom-safe-ad": _darkroom_safe_ad,
     "darkroom-safe-ad-small": _darkroom_safe_ad_small,
     "point-safe-ad": _point_safe_ad,
+    **WORLDS,
+    **{f"{world}-privileged": _line(world, "privileged") for world in WORLDS},
+    **{f"{world}-memoryless": _line(world, "memoryless") for world in WORLDS},
 }

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from safeicrl.errors import UserError
 from safeicrl.log import read_metrics
-from safeicrl.results import Results, Summary, load_results, standard_error, summarise
+from safeicrl.results import NUMBERS, Results, Summary, load_results, relative, standard_error, summarise
 
 
 def summary_table(results: Sequence[Results], title: str | None = None) -> Table:
@@ -28,6 +28,20 @@ def summary_table(results: Sequence[Results], title: str | None = None) -> Table
     if all(summary.by_budget.keys() == first.by_budget.keys() for summary in summaries):
         for name in first.by_budget:
             row(f"total, δ {name}", lambda s, name=name: _number(s.by_budget[name]))
+    return table
+
+
+def relative_table(results: Sequence[Results], *, upper: Results, lower: Results, last: int = 5) -> Table:
+    """One row an agent, the two lines among them: return of the last episodes, and where it stands between them."""
+    name = f"last {NUMBERS[last]}" if 0 < last < len(NUMBERS) else f"last {last}"
+    table = _table(f"{_protocol(summarise(upper))}; relative to {upper.label} (1) and {lower.label} (0)")
+    table.add_column("", no_wrap=True)
+    for column in (f"return, {name}", "relative", f"over budget, {name}"):
+        table.add_column(column, justify="right")
+    for result in (upper, *results, lower):
+        found = relative(result, upper=upper, lower=lower, last=last)
+        score = f"{found.score:.3f} ± {found.error:.3f}"
+        table.add_row(result.label, f"{found.last_return:.3f}", score, f"{found.over_budget_last:.2%}")
     return table
 
 

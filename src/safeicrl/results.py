@@ -94,6 +94,65 @@ def summarise(results: Results, last: int | None = None) -> Summary:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Relative:
+    """Where an agent stands between two reference lines on the same tasks: 0 is the lower one, 1 the upper one."""
+
+    score: float
+    error: float  # standard error over tasks
+    last_return: float  # mean return of the last episodes
+    over_budget_last: float  # share of them over budget
+
+
+def relative(results: Results, *, upper: Results, lower: Results, last: int = 5) -> Relative:
+    """The return of the `last` episodes relative to an upper line (1) and a lower one (0).
+
+    All three met the same tasks with the same budgets, so differences are taken task by task and what a task makes
+    easy or hard for everybody does not count as error.
+    """
+    if last < 1:
+        raise UserError(f"last must be at least 1 episode, got {last}")
+    for line in (upper, lower):
+        _check_comparable(results, line)
+    mine, above, below = (r.returns[:, -last:].mean(axis=1) for r in (results, upper, lower))  # [task]
+    gained, range_ = mine - below, above - below
+    if not range_.mean() > 0:
+        raise UserError(f"the upper line, {upper.label!r}, is not above the lower one, {lower.label!r}: no scale")
+    score = gained.mean() / range_.mean()
+    error = standard_error(gained - score * range_) / range_.mean()  # of a ratio of means, to first order
+    return Relative(
+        score=float(score),
+        error=float(error),
+        last_return=float(mine.mean()),
+        over_budget_last=float(results.over[:, -last:].mean()),
+    )
+
+
+def _check_comparable(one: Results, other: Results) -> None:
+    """Raise unless both are of the same tasks, budgets and trials."""
+
+    def world(results: Results) -> Any:
+        """The environment's name; of one that only tells its task, that of the environment it is made of."""
+        env = results.meta.get("env") or {}
+        return env["parameters"]["name"] if env.get("name") == "revealed" else env.get("name")
+
+    facts = {
+        "environment": world,
+        "split": lambda r: r.meta.get("split"),
+        "seed": lambda r: r.meta.get("seed"),
+        "trials": lambda r: "{} tasks of {} episodes".format(*r.returns.shape),
+        "budget range": lambda r: r.budget_range,
+    }
+    for name, of in facts.items():
+        if of(one) != of(other):
+            raise UserError(
+                f"results can be compared on the same tasks only: {one.label!r} and {other.label!r} differ in "
+                f"their {name}, {of(one)} and {of(other)}"
+            )
+    if not np.array_equal(one.budgets, other.budgets):
+        raise UserError(f"results can be compared with the same budgets only: {one.label!r}, {other.label!r}")
+
+
 def budget_edges(low: float, high: float) -> np.ndarray:
     """Edges of five budget bins; the first is half as wide, since little budget is the hardest case.
 

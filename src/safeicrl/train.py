@@ -22,6 +22,7 @@ from rich.console import Console
 from safeicrl import checkpoint
 from safeicrl.algos.api import METRICS, Algorithm
 from safeicrl.algos.registry import algo_name
+from safeicrl.envs import physics
 from safeicrl.envs.api import PyTree
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.evaluate import describe_env, evaluate, surroundings, with_options
@@ -42,6 +43,7 @@ class EvalConfig:
     episodes: int | None = None  # K by default
     seed: int = 1000  # apart from the default seed of `evaluate`: the best is not chosen on the final rooms
     temperature: float | None = None  # the agent's own by default
+    wipe: bool = False  # forget at every episode: for an agent that was trained on single ones
     rows: int = 256
     segments: int = 8
     tolerance: float = 0.03  # share of episodes over budget up to which the return decides what is best
@@ -134,11 +136,11 @@ def train(
         saved, results, last_evaluated = time.perf_counter(), [], -1
         try:
             while not (stop.requested or _finished(config, status, started)):
-                begin = time.perf_counter()
+                begin, physics_begin = time.perf_counter(), physics.seconds()
                 state, values = step(state)
                 status.pace = time.perf_counter() - begin
                 status.seconds = time.perf_counter() - started
-                values = _account(values, status, config)
+                values = _account(values, status, config, physics.seconds() - physics_begin)
                 _log(values, status, config, sinks, terminal)
                 if config.evaluation.every and status.iteration % config.evaluation.every == 0:
                     results = _evaluate(algorithm, config, folder, state, status, sinks, terminal)
@@ -303,8 +305,14 @@ def _finished(config: TrainConfig, status: Status, started: float) -> bool:
     return config.minutes is not None and elapsed + status.pace > 60 * config.minutes
 
 
-def _account(values: dict[str, np.ndarray], status: Status, config: TrainConfig) -> dict[str, np.ndarray]:
-    """Move `status` on by one chunk; returns the chunk's metrics as [seed, ...], its failures left out."""
+def _account(
+    values: dict[str, np.ndarray], status: Status, config: TrainConfig, physics_seconds: float = 0.0
+) -> dict[str, np.ndarray]:
+    """Move `status` on by one chunk; returns the chunk's metrics as [seed, ...], its failures left out.
+
+    Worlds on the host's cores and the accelerator take turns: `physics_share` is the cores' part of the time, and
+    the accelerator acts and learns in the rest.
+    """
     failed = values["rolled_back"].astype(bool)  # [chunk, seed]
     for now in failed:
         status.failures = [count + 1 if bad else 0 for count, bad in zip(status.failures, now, strict=True)]
@@ -323,6 +331,8 @@ def _account(values: dict[str, np.ndarray], status: Status, config: TrainConfig)
     means["steps_per_second"] = steps.sum(axis=0) / status.pace
     if "tokens" in values:
         means["tokens_per_second"] = values["tokens"].sum(axis=0) / status.pace
+    if physics_seconds:
+        means["physics_share"] = np.full(config.seeds, physics_seconds / status.pace)
     return {**means, "rolled_back": failed.sum(axis=0)}
 
 
@@ -372,9 +382,10 @@ def _progress(means: dict[str, np.ndarray], status: Status, config: TrainConfig)
 def _numbers(means: dict[str, np.ndarray]) -> str:
     """The metrics one watches: of an algorithm that plays, or of one that learns from histories."""
     if "return" in means:
+        physics_share = f"  physics {means['physics_share']:.0%}" if "physics_share" in means else ""
         return (
             f"return {means['return']:.3f}  cost {means['cost']:.2f}/{means['budget']:.2f}  "
-            f"over {means['over_budget']:.1%}  λ {means['lambda']:.3g}"
+            f"over {means['over_budget']:.1%}  λ {means['lambda']:.3g}{physics_share}"
         )
     accuracy = f"  accuracy {means['accuracy']:.1%}" if "accuracy" in means else ""
     tokens = f"  {_short(float(means['tokens_per_second']))} tokens/s" if "tokens_per_second" in means else ""
@@ -420,7 +431,7 @@ def _evaluate(
     results, options = [], config.evaluation
     for index, seed in enumerate(_seeds(config)):
         own = algorithm.agent(_select(state, index, config.seeds))
-        agent, how = with_options(algorithm.env, own, temperature=options.temperature)
+        agent, how = with_options(algorithm.env, own, temperature=options.temperature, wipe=options.wipe)
         found = evaluate(
             algorithm.env, agent, tasks=options.tasks, episodes=options.episodes, seed=options.seed,
             rows=options.rows, segments=options.segments, label=f"seed {seed}", meta=how,

@@ -13,6 +13,7 @@ import functools
 import importlib.util
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -140,11 +141,12 @@ def _batched(job: Job) -> Callable[[PhysicsState, jax.Array], Motion]:
     return advance
 
 
-# ------------------------------------------------------------------------------------- failures and threads
+# ---------------------------------------------------------------------------- failures, threads and seconds
 
 
 _failures = 0
 _threads = 0
+_seconds = 0.0
 
 
 def failures() -> int:
@@ -175,6 +177,11 @@ def set_threads(count: int) -> None:
 def threads() -> int:
     """How many threads engine `c` uses."""
     return _threads or len(os.sched_getaffinity(0))
+
+
+def seconds() -> float:
+    """Wall time that engine `c` has spent moving worlds in this process, while JAX waited for it."""
+    return _seconds
 
 
 # ------------------------------------------------------------------------------------------- engine: C MuJoCo
@@ -209,8 +216,11 @@ def _advance_bits(job: Job, dtype: np.dtype, bits: jax.Array) -> np.ndarray:
 
 def _advance_host(job: Job, packed: np.ndarray) -> np.ndarray:
     """[worlds, state and ctrl] → [worlds, repeats, state and failed]."""
-    with _lock:
+    global _seconds
+    with _lock:  # the waiting for it is not counted: the seconds of several threads never overlap
+        begin = time.perf_counter()
         out = _worlds(job.robot, len(packed), threads()).advance(job, packed)
+        _seconds += time.perf_counter() - begin
     _report(out[:, -1, -1] > 0)
     return out
 

@@ -8,6 +8,7 @@ from safeicrl.envs.api import Env
 from safeicrl.envs.dark_mujoco import SafeDarkCar, SafeDarkPoint
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.envs.fixed import FixedTask
+from safeicrl.envs.revealed import Revealed
 from safeicrl.envs.safe_velocity import SafeVelocityAnt, SafeVelocityHalfCheetah
 from safeicrl.errors import UserError, unknown_name
 
@@ -19,6 +20,7 @@ ENVS: dict[str, Callable[..., Env]] = {
     "safe-velocity-half-cheetah": SafeVelocityHalfCheetah,
     "safe-velocity-ant": SafeVelocityAnt,
     "fixed-task": FixedTask,
+    "revealed": Revealed,
 }
 
 
@@ -37,8 +39,8 @@ def parameters_of(name: str) -> set[str] | None:
     return {field.name for field in dataclasses.fields(make)} if dataclasses.is_dataclass(make) else None
 
 
-def make_env(name: str, **parameters: Any) -> Env:
-    """Build a registered environment."""
+def make_env(name: str, /, **parameters: Any) -> Env:
+    """Build a registered environment; a parameter may be called `name` too."""
     known = parameters_of(name)
     for parameter in parameters:
         if known is not None and parameter not in known:

@@ -18,7 +18,7 @@ import optax
 
 from safeicrl import replay as buffer
 from safeicrl.agent import NetAgent
-from safeicrl.envs.api import Discrete, Env, EnvSpec, Key, PyTree, record, replace
+from safeicrl.envs.api import Box, Discrete, Env, EnvSpec, Key, PyTree, centre_and_half, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.heads import Categorical, Distribution, PolicyNet, TanhNormal
 from safeicrl.nets.layers import MLP, Linear
@@ -86,34 +86,37 @@ class Critics(eqx.Module):
 
     members: MLP  # stacked
     task: Linear | None  # stacked
-    action: Discrete | None = eqx.field(static=True)  # None: continuous, the action is an input
+    action: Discrete | Box = eqx.field(static=True)  # of a box the action is an input
 
     def __init__(self, width: int, spec: EnvSpec, ensemble: int, privileged: bool, key: Key):
-        discrete = isinstance(spec.action, Discrete)
-        inputs, outputs = (width, spec.action.n) if discrete else (width + spec.action.size, 1)  # type: ignore[union-attr]
+        space = spec.action
+        inputs, outputs = (width, space.n) if isinstance(space, Discrete) else (width + space.size, 1)
         head, task = jax.random.split(key)
         make = lambda k: MLP(inputs, HIDDEN, outputs, k, scale=0.01)  # noqa: E731
         self.members = eqx.filter_vmap(make)(jax.random.split(head, ensemble))
         see = lambda k: Linear(spec.task_features, 2 * HIDDEN, k, bias=False)  # noqa: E731
         self.task = eqx.filter_vmap(see)(jax.random.split(task, ensemble)) if privileged else None
-        self.action = spec.action if discrete else None  # type: ignore[assignment]
+        self.action = space
 
     def taken(self, features: jax.Array, seen: "Seen", action: jax.Array) -> jax.Array:
         """Q of the action taken, [member, row, time]."""
-        if self.action is None:
-            return self._read(jnp.concatenate([features, action.astype(features.dtype)], -1), seen)[..., 0]
+        if isinstance(self.action, Box):
+            centre, half = centre_and_half(self.action)
+            # float32 whatever the features are: the actor climbs Q's slope in the action, which rounding would blur
+            inputs = jnp.concatenate([features, (action.astype(jnp.float32) - centre) / half], -1)
+            return self._read(inputs, seen)[..., 0]
         return (self._read(features, seen) * jax.nn.one_hot(action, self.action.n)).sum(-1)
 
     def expected(self, features: jax.Array, seen: "Seen", policy: Distribution, key: Key) -> jax.Array:
         """E_{a∼π} Q(·, a), [member, row, time]; exact for discrete actions, one differentiable sample otherwise."""
-        if self.action is None:
+        if isinstance(self.action, Box):
             return self.taken(features, seen, policy.sample(key))
         assert isinstance(policy, Categorical)
         return (self._read(features, seen) * jax.nn.softmax(policy.logits)).sum(-1)
 
     def spread(self, features: jax.Array, seen: "Seen") -> jax.Array:
         """Standard deviation over all actions, averaged over members, [row, time]; 1 if they are continuous."""
-        if self.action is None:
+        if isinstance(self.action, Box):
             return jnp.ones(features.shape[:-1])
         return self._read(features, seen).mean(0).std(-1)
 

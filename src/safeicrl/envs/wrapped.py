@@ -1,0 +1,67 @@
+"""What environments made of another one share: its name, its parameters, and every method passed on."""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, Split, Step
+from safeicrl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """Another environment by its name, so that a policy's card can name this one and build it again."""
+
+    name: str = "safe-dark-room"  # of the environment
+    args: tuple[str, ...] = ()  # its parameters, e.g. size=5 obstacles=6
+
+    def __post_init__(self) -> None:
+        if isinstance(self.inner, Wrapped):  # an unknown name or parameter is told here too
+            raise UserError(f"{self.what} must be one of another environment, not of {self.name}")
+
+    @property
+    def what(self) -> str:
+        """What it is called in a message."""
+        raise NotImplementedError
+
+    @cached_property
+    def inner(self) -> Env:
+        """The other environment."""
+        from safeicrl.envs.registry import make_env  # here, because the registry knows this class
+
+        return make_env(self.name, **dict(self._parameter(text) for text in self.args))
+
+    @property
+    def spec(self) -> EnvSpec:
+        """The environment's own."""
+        return self.inner.spec
+
+    def sample_task(self, key: Key, split: Split) -> PyTree:
+        """The environment's own."""
+        return self.inner.sample_task(key, split)
+
+    def reset(self, key: Key, task: PyTree) -> tuple[PyTree, jax.Array]:
+        """The environment's own."""
+        return self.inner.reset(key, task)
+
+    def step(self, key: Key, state: PyTree, action: jax.Array, task: PyTree) -> tuple[PyTree, Step]:
+        """The environment's own."""
+        return self.inner.step(key, state, action, task)
+
+    def task_features(self, task: PyTree) -> jax.Array:
+        """The environment's own."""
+        return self.inner.task_features(task)
+
+    def _parameter(self, text: str) -> tuple[str, Any]:
+        """`size=5` as a name and a value, which must hash."""
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UserError(f"args of {self.what} are name=value pairs, got {text!r}")
+        try:
+            parsed = json.loads(value)
+        except ValueError:
+            return name, value
+        return name, tuple(parsed) if isinstance(parsed, list) else parsed

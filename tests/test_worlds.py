@@ -1,0 +1,255 @@
+"""SCARED on the MuJoCo worlds: presets, their reference lines, where an agent stands between them, the demo."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from probe import Push
+
+from safeicrl.cli import main
+from safeicrl.envs import physics
+from safeicrl.envs.api import Box, EnvSpec
+from safeicrl.envs.registry import make_env
+from safeicrl.envs.revealed import Revealed
+from safeicrl.errors import UserError
+from safeicrl.evaluate import evaluate
+from safeicrl.optimisers.ddpg import Critics, Seen
+from safeicrl.reference import RandomAgent
+from safeicrl.results import Results, relative, save_results
+
+pytest.importorskip("mujoco")
+
+from safeicrl.policy import load_policy
+from safeicrl.presets import PRESETS, WORLDS, preset
+from safeicrl.train import train
+
+# -- the revealed environment
+
+
+def test_a_revealed_environment_adds_the_task_to_what_is_seen_and_changes_nothing_else():
+    plain, told = make_env("safe-dark-point"), make_env("revealed", name="safe-dark-point")
+    task_key, reset_key, step_key = jax.random.split(jax.random.key(3), 3)
+    task = told.sample_task(task_key, "test")
+    np.testing.assert_array_equal(task.hazards, plain.sample_task(task_key, "test").hazards)
+    features = np.concatenate([task.goal, np.asarray(task.hazards).ravel()])
+    assert told.spec.observation == Box(12 + 18)
+    assert dataclasses.replace(told.spec, observation=plain.spec.observation) == plain.spec
+
+    (state, seen), (_, own) = told.reset(reset_key, task), plain.reset(reset_key, task)
+    np.testing.assert_allclose(seen, np.concatenate([own, features]), rtol=1e-6)
+    action = jnp.array([1.0, 0.3])
+    after, before = told.step(step_key, state, action, task)[1], plain.step(step_key, state, action, task)[1]
+    np.testing.assert_allclose(after.observation, np.concatenate([before.observation, features]), rtol=1e-6)
+    assert (after.reward, after.cost, after.truncated) == (before.reward, before.cost, before.truncated)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "safe-dark-room"}, "safe-dark-room has a grid's cells; there the planner"),
+        ({"name": "revealed"}, "a revealed task must be one of another environment, not of revealed"),
+        ({"name": "fixed-task"}, "not of fixed-task"),
+        ({"name": "safe-dark-pint"}, "Did you mean 'safe-dark-point'"),
+        ({"args": ("hazards",)}, "args of a revealed task are name=value pairs, got 'hazards'"),
+    ],
+)
+def test_a_task_that_cannot_be_revealed(changes, message):
+    with pytest.raises(UserError, match=message):
+        Revealed(**changes)
+
+
+def test_those_who_are_told_meet_the_same_tasks_and_budgets():
+    """A random agent acts alike in both worlds, so every number of its trials must be the same."""
+    small = {"episodes": 2, "max_steps": 5}
+    told = Revealed(name="safe-dark-point", args=tuple(f"{name}={value}" for name, value in small.items()))
+    runs = [
+        evaluate(env, RandomAgent(action=env.spec.action), tasks=8, seed=4)
+        for env in (told, make_env("safe-dark-point", **small))
+    ]
+    for name in ("returns", "costs", "lengths", "budgets"):
+        np.testing.assert_array_equal(getattr(runs[0], name), getattr(runs[1], name))
+
+
+# -- presets
+
+
+def shrunk(name: str) -> Any:
+    """A world's preset with everything small but the kinds of its parts."""
+    whole = preset(name)
+    small = {"max_steps": 4, "episodes": 2}
+    if isinstance(whole.env, Revealed):
+        env = dataclasses.replace(whole.env, args=tuple(f"{key}={value}" for key, value in small.items()))
+    else:
+        env = dataclasses.replace(whole.env, **small)
+    net = dataclasses.replace(whole.algo.net, width=8, layers=1, heads=2, context=8)
+    steps = None if whole.algo.steps is None else 8
+    algo = dataclasses.replace(
+        whole.algo, rows=4, queue=2, steps=steps, segments=1, iterations=2, net=net,
+        ppo=dataclasses.replace(whole.algo.ppo, minibatch=2, epochs=1),
+    )  # fmt: skip
+    evaluation = dataclasses.replace(whole.train.evaluation, tasks=3, segments=1)
+    settings = dataclasses.replace(whole.train, iterations=1, minutes=None, evaluation=evaluation)
+    return dataclasses.replace(whole, env=env, algo=algo, train=settings)
+
+
+@functools.cache
+def trained(name: str, folder: Path) -> Path:
+    """One iteration of a shrunk preset; the run's folder."""
+    experiment = shrunk(name)
+    return train(experiment.build(), experiment.train, out=folder / name).folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.mark.parametrize("name", [*WORLDS, "point-privileged", "point-memoryless"])
+def test_a_preset_trains_evaluates_and_comes_back_as_a_policy(name, runs):
+    folder = trained(name, runs)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert np.isfinite([lines[0]["return"], lines[0]["cost"], lines[0]["lambda"]]).all()
+    assert np.isfinite(lines[-1]["eval/total_return"])
+    assert ("physics_share" in lines[0]) == (not name.startswith("point"))  # Point moves on the accelerator
+    assert 0 < lines[0].get("physics_share", 0.5) < 1
+
+    policy = load_policy(folder)
+    policy.start(budget=float(policy.env.spec.test_budget[1]))
+    action = policy.act(np.zeros(policy.env.spec.observation.size))
+    assert action.shape == (policy.env.spec.action.size,)
+    assert np.abs(action).max() < 1
+    wiped = policy.card["evaluation"]["context"] == "wiped at every episode"
+    assert wiped == ("-" in name and name.startswith("point"))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_presets_are_the_papers_experiment(world):
+    whole = preset(world)
+    spec, net = whole.env.spec, whole.algo.net
+    assert (spec.episodes, spec.max_steps, net.width, net.layers, net.heads, net.context) == (
+        20,
+        75,
+        64,
+        4,
+        8,
+        1500,
+    )
+    assert spec.train_budget == spec.test_budget == ((10, 50) if world in ("point", "car") else (0, 5))
+    assert whole.train.evaluation.tasks >= 200
+    for line in ("privileged", "memoryless"):
+        other = preset(f"{world}-{line}")
+        assert f"`{world}`" in (PRESETS[f"{world}-{line}"].__doc__ or "")
+        assert (other.algo.episodes, other.train.evaluation.wipe) == (1, True)
+        assert other.env == (Revealed(name=f"{_name(world)}") if line == "privileged" else whole.env)
+        # about as many steps an iteration, so that the runs are comparable
+        assert other.algo.rows * other.algo.steps == pytest.approx(whole.algo.rows * spec.trial_steps, rel=0.3)
+
+
+def _name(world: str) -> str:
+    return f"safe-dark-{world}" if world in ("point", "car") else f"safe-velocity-{world}"
+
+
+def test_a_car_can_begin_with_what_a_point_has_learned(runs):
+    """Same observations, actions and tasks: a run of one world fits the other's networks."""
+    start = str(trained("point", runs))
+    experiment = shrunk("car")
+    settings = dataclasses.replace(experiment.train, start=start)
+    begun = train(experiment.build(), settings, out=runs / "car-after-point")
+    assert begun.status.iteration == 1
+
+
+def test_the_time_in_physics_is_counted():
+    job = physics.Job("half_cheetah", substeps=5, engine="c")
+    model = physics.models.load("half_cheetah")
+    before = physics.seconds()
+    state = physics.RobotState.start(jnp.asarray(model.qpos0), jnp.zeros(model.nv)).physics
+    jax.block_until_ready(physics.step(job, state, jnp.zeros(model.nu)))
+    assert 0 < physics.seconds() - before < 60
+
+
+# -- where an agent stands
+
+
+POINT = {"name": "safe-dark-point", "parameters": {}}
+
+
+def results(returns: list[list[float]], **meta: Any) -> Results:
+    array = np.array(returns)
+    return Results(
+        returns=array, costs=np.zeros_like(array), lengths=np.ones_like(array), budgets=np.array([1.0, 3.0]),
+        meta={"label": "x", "env": POINT, "split": "test", "seed": 0, **meta},
+    )  # fmt: skip
+
+
+def test_a_score_between_two_lines_by_hand():
+    """Two tasks, the last two of three episodes: lines at (1, 2) and (5, 4), the agent at (2, 3)."""
+    lower = results([[9, 1, 1], [9, 2, 2]], label="lower")
+    told = {"name": "revealed", "parameters": {"name": "safe-dark-point", "args": []}}
+    upper = results([[9, 4, 6], [9, 4, 4]], label="upper", env=told)
+    mine = results([[9, 1, 3], [9, 3, 3]], label="mine")
+    found = relative(mine, upper=upper, lower=lower, last=2)
+    # gains (1, 1), ranges (4, 2): 1 / 3, and residuals (1 − 4/3, 1 − 2/3) = ∓1/3
+    assert found.score == pytest.approx(1 / 3)
+    assert found.error == pytest.approx(np.std([-1 / 3, 1 / 3], ddof=1) / np.sqrt(2) / 3)
+    assert found.last_return == pytest.approx(2.5)
+    for line, score in ((upper, 1), (lower, 0)):
+        own = relative(line, upper=upper, lower=lower, last=2)
+        assert (own.score, own.error) == pytest.approx((score, 0))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (results([[0, 0], [0, 0]], seed=1), "differ in their seed, 1 and 0|differ in their seed, 0 and 1"),
+        (results([[0, 0], [0, 0]], env={"name": "safe-dark-car", "parameters": {}}), "differ in their environment"),
+        (results([[0, 0, 0], [0, 0, 0]]), "differ in their trials, 2 tasks of 2 episodes and 2 tasks of 3"),
+        (results([[2, 2], [2, 2]]), "the upper line, 'x', is not above the lower one"),
+    ],
+)
+def test_what_cannot_be_compared(other, message):
+    with pytest.raises(UserError, match=message):
+        relative(results([[1, 1], [1, 1]]), upper=results([[1, 1], [1, 1]]), lower=other)
+
+
+def test_compare_prints_the_scores(tmp_path, capsys):
+    for name, value in (("above", 4.0), ("below", 2.0), ("mine", 3.5)):
+        save_results(results([[value] * 6] * 2, label=name), tmp_path / name)
+    files = [str(tmp_path / f"{name}.npz") for name in ("mine", "above", "below")]
+    assert main(["compare", files[0], "--upper", files[1], "--lower", files[2]]) == 0
+    shown = capsys.readouterr().out
+    assert "relative to above (1) and below (0)" in shown
+    assert "return, last five" in shown
+    assert "0.750 ± 0.000" in shown
+    assert main(["compare", "--upper", files[1], "--lower", files[2]]) == 2
+    assert "compare needs results files" in capsys.readouterr().err
+
+
+# -- continuous critics
+
+
+def test_critics_see_exact_actions_in_units_of_their_range():
+    """bfloat16 features must not round the action; a range of (2, 6) reads like (−1, 1)."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Wide(Push):
+        @property
+        def spec(self) -> EnvSpec:
+            return dataclasses.replace(super().spec, action=Box(1, 2.0, 6.0))
+
+    narrow, wide = (Critics(4, env.spec, 2, True, jax.random.key(0)) for env in (Push(), Wide()))
+    features = jax.random.normal(jax.random.key(1), (1, 2, 4)).astype(jnp.bfloat16)
+    seen = Seen(task=jnp.ones((1, 1, 1)), trial=jnp.zeros((1, 2), int))
+    unit = jnp.array([[[0.5], [0.5 + 2.0**-12]]])  # one number in bfloat16, which has eight bits
+    q, same = narrow.taken(features, seen, unit), wide.taken(features, seen, 4.0 + 2.0 * unit)
+    np.testing.assert_allclose(q, same, rtol=1e-5)
+    slope = jax.grad(lambda a: narrow.taken(features, seen, a).sum())(unit)
+    assert slope.dtype == jnp.float32
+    again = jnp.broadcast_to(features[:, :1], features.shape)
+    first, second = narrow.taken(again, seen, unit)[0, 0]
+    assert first != second
