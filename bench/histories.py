@@ -52,7 +52,8 @@ def main() -> None:
                     "bytes_per_step": sum(getattr(histories, name).nbytes for name in (*STEPWISE, "final")) / steps,
                 }
             )
-            progress = {f"{limit:g}": line for limit, line in learning_progress(histories).items()}
+            tenths = learning_progress(histories, [i / 10 for i in range(10)], 0.1)
+            progress = {f"{limit:g}": line for limit, line in tenths.items()}  # tenth by tenth
             console.print(progress_table(histories))
     best = min(runs, key=lambda run: run["wall_s"])
     console.print(

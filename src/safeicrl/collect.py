@@ -7,7 +7,7 @@ complete (histories.py); started again with the same settings, a collection goes
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from safeicrl.log import Terminal
 from safeicrl.signals import StopRequest
 
 CHUNK = 10  # iterations, about, in one call of the jitted program
-WINDOW = 0.05  # share of a history that the table means by its start, middle and end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,19 +225,23 @@ def progress_table(histories: Histories) -> Table:
     return table
 
 
-def learning_progress(histories: Histories) -> dict[float, dict[str, Any]]:
-    """By limit: mean return and cost of the episodes that ended in the first, middle and last 5% of the steps.
+def learning_progress(
+    histories: Histories, begins: Sequence[float] = (0.0, 0.475, 0.95), length: float = 0.05
+) -> dict[float, dict[str, Any]]:
+    """By limit: mean return and cost of the episodes that ended in parts of the histories.
 
-    Means of each history's own mean: those that learn early, whose episodes are short and many, weigh no more.
+    The parts are given by where they begin and their length, as shares of a history: its first, middle and last
+    twentieth by default. Means of each history's own mean: those that learn early, whose episodes are short and
+    many, weigh no more.
     """
     found = {}
     steps = histories.reward.shape[1]
-    begins = np.array([0.0, 0.5 - WINDOW / 2, 1 - WINDOW]) * steps
+    first = np.asarray(begins) * steps
     for limit in np.unique(histories.limit):
         sums = [histories.episodes(int(i)) for i in np.flatnonzero(histories.limit == limit)]
-        means = np.full((2, len(sums), len(begins)), np.nan)
+        means = np.full((2, len(sums), len(first)), np.nan)
         for i, j in np.ndindex(means.shape[1:]):
-            here = (sums[i].ends > begins[j]) & (sums[i].ends <= begins[j] + WINDOW * steps)
+            here = (sums[i].ends > first[j]) & (sums[i].ends <= first[j] + length * steps)
             if here.any():
                 means[:, i, j] = sums[i].returns[here].mean(), sums[i].costs[here].mean()
         known = ~np.isnan(means)

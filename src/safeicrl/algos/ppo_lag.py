@@ -20,7 +20,7 @@ import optax
 
 from safeicrl.envs.api import Box, Discrete, Env, EnvSpec, Grid, Key, PyTree, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
-from safeicrl.nets.heads import Categorical, Distribution, TanhNormal
+from safeicrl.nets.heads import LOG_STD, Categorical, Distribution, TanhNormal
 from safeicrl.tokens import Token
 
 TABLE = 1024  # cells up to which a grid is evaluated whole
@@ -106,6 +106,11 @@ class Net(eqx.Module):
         return x @ weight + bias
 
 
+def evaluate_all(nets: Net, x: jax.Array) -> jax.Array:
+    """What each of several networks of one shape says, [net, ...]."""
+    return eqx.filter_vmap(lambda net: net(x))(nets)
+
+
 @record
 class Normaliser:
     """Running mean and variance of the observations."""
@@ -151,7 +156,7 @@ def distribution(out: jax.Array, log_std: jax.Array | None) -> Distribution:
     """π from the actor's output."""
     if log_std is None:
         return Categorical(logits=out)
-    return TanhNormal(mean=out, log_std=jnp.broadcast_to(log_std, out.shape))
+    return TanhNormal(mean=out, log_std=jnp.broadcast_to(jnp.clip(log_std, *LOG_STD), out.shape))
 
 
 class MlpAgent(eqx.Module):
@@ -276,9 +281,10 @@ class Learner:
         self.optimiser = optax.chain(
             optax.clip_by_global_norm(config.max_grad), optax.adam(config.learning_rate, eps=1e-5)
         )
+        self.cells: np.ndarray | None = None  # [cell, coordinate], of a grid that is evaluated whole
         grid = self.spec.observation
-        cells = int(np.prod(grid.sizes)) if isinstance(grid, Grid) else 0
-        self.cells = np.indices(grid.sizes).reshape(len(grid.sizes), -1).T if 0 < cells <= TABLE else None  # type: ignore[union-attr]
+        if isinstance(grid, Grid) and np.prod(grid.sizes) <= TABLE:
+            self.cells = np.indices(grid.sizes).reshape(len(grid.sizes), -1).T
 
     def init(self, key: Key, task: PyTree) -> LearnerState:
         """Fresh networks, and the first episodes' starts."""
@@ -430,14 +436,8 @@ class Learner:
         critics = jax.tree.map(lambda x: x[REWARD:], state.params.nets)
         scale = state.scale[:, *[None] * (observation.ndim - 1)]
         if self.cells is None:
-            return (
-                eqx.filter_vmap(lambda net, x: net(x)[..., 0], in_axes=(0, None))(
-                    critics, encode(observation, self.spec, state.normaliser)
-                )
-                * scale
-            )
-        inputs = encode(jnp.asarray(self.cells), self.spec, None)
-        table = eqx.filter_vmap(lambda net, x: net(x)[..., 0], in_axes=(0, None))(critics, inputs)
+            return evaluate_all(critics, encode(observation, self.spec, state.normaliser))[..., 0] * scale
+        table = evaluate_all(critics, encode(jnp.asarray(self.cells), self.spec, None))[..., 0]
         return table[:, self.cell(observation)] * scale
 
     def learn(self, state: LearnerState, batch: Batch, key: Key) -> tuple[Params, PyTree, dict[str, jax.Array]]:
@@ -462,11 +462,10 @@ class Learner:
 
     def loss(self, params: Params, batch: Batch, normaliser: Normaliser | None) -> tuple:
         """Clipped surrogate + value errors − entropy, over the steps of the batch."""
-        run = eqx.filter_vmap(lambda net, x: net(x), in_axes=(0, None))
         if self.cells is None:
-            out = run(params.nets, encode(batch.observation, self.spec, normaliser))  # [3, step, out]
+            out = evaluate_all(params.nets, encode(batch.observation, self.spec, normaliser))  # [3, step, out]
         else:
-            table = run(params.nets, encode(jnp.asarray(self.cells), self.spec, None))  # [3, cell, out]
+            table = evaluate_all(params.nets, encode(jnp.asarray(self.cells), self.spec, None))  # [3, cell, out]
             # A product instead of a gather: its gradient is one too, where a scatter is slow and, on a GPU, random.
             out = jax.nn.one_hot(batch.index, len(self.cells)) @ table
         policy = distribution(out[ACTOR], params.log_std)
