@@ -204,6 +204,7 @@ def collect(args: list[str]) -> None:
             ("by", by, field(default=who)),
             ("out", helped(Path, "folder of the histories"), field(default=folder)),
             ("minari", helped(str | None, "name of a Minari dataset to write as well"), field(default=None)),
+            ("minari_every", helped(int, "of every how many episodes that dataset has one"), field(default=1)),
             # without a prefix: --tasks, --limits; the learner's settings are --learner.learning-rate
             ("what", Annotated[type(default), tyro.conf.arg(name="")], field(default=default)),
         ],
@@ -217,7 +218,8 @@ def collect(args: list[str]) -> None:
         return
     Console().print(progress_table(histories))
     if asked.minari is not None:
-        print(f"wrote {export_minari(histories, asked.minari).spec.dataset_id} for Minari")
+        dataset = export_minari(histories, asked.minari, every=asked.minari_every)
+        print(f"wrote {dataset.spec.dataset_id}, {dataset.total_episodes} episodes, for Minari")
 
 
 # -- evaluate -----------------------------------------------------------------------------------------------
