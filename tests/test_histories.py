@@ -201,6 +201,7 @@ def test_minari_gets_whole_episodes_with_costs(folder, tmp_path, monkeypatch):
     pytest.importorskip("h5py")
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
     found = open_histories(folder)
+    assert export_minari(found, "safeicrl/fewer-v0", every=3).total_episodes == 3
     dataset = export_minari(found, "safeicrl/tiny-v0")
     assert dataset.total_episodes == 8
     assert dataset.total_steps == 4 * 5

@@ -20,7 +20,7 @@ import numpy as np
 from safeicrl.config import env_from_plain
 from safeicrl.envs.api import Discrete, Env, EnvSpec, Grid
 from safeicrl.envs.registry import ENVS
-from safeicrl.errors import UserError
+from safeicrl.errors import UserError, check_integer
 from safeicrl.files import plain, read_json, write_json
 
 FORMAT = "safeicrl learning histories"
@@ -210,6 +210,8 @@ class HistoryWriter:
     def append(self, group: dict[str, np.ndarray], **about: Any) -> None:
         """Add histories: `STEPWISE` and "final" arrays, [history, ...]. `about` joins the card (device, ...)."""
         first, count = self.complete, len(group["reward"])
+        if group["reward"].shape[1] != self.steps or first + count > self.total:
+            raise ValueError(f"{count} histories of {group['reward'].shape[1]} steps do not fit")
         if not first:
             self._create(group)
         types = {name: self.meta["arrays"][name]["dtype"] for name in (*STEPWISE, "final")}
@@ -317,6 +319,7 @@ def export_minari(histories: Histories, dataset_id: str, *, every: int = 1, auth
     that of the whole episode with a cost of 0. The observation after a terminated episode is not kept in
     histories, so the last one seen stands in its place; its value is zero by definition.
     """
+    check_integer("every", every, 1)
     try:
         minari = importlib.import_module("minari")
         importlib.import_module("h5py")
