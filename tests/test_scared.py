@@ -357,6 +357,41 @@ def test_retrace_targets_by_hand(rows, form, pessimism):
         np.testing.assert_allclose(found[index][mask], expected[mask], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_values_stay_when_their_unit_moves(rows, name):
+    """Without a learning rate an update moves the scale alone; what the critics say in raw units stays."""
+    rows = replace(rows, extras={"log_prob": jnp.full(rows.reward.shape, -np.log(5.0))})
+    hidden, _ = sample_queue(ROOM, "train", (1.0, 2.0), (ROWS, QUEUE), jax.random.key(5))
+    seen = Seen(jax.vmap(jax.vmap(ROOM.task_features))(hidden), rows.trial)
+    if name == "ppo":
+        still = PPOConfig(learning_rate=(0.0, 0.0), minibatch=ROWS, epochs=3)
+        optimiser = PPO(ROOM, TINY, PenaltyConfig(), still, iterations=1, rows=ROWS)
+        net = random_weights(ActorCritic, TINY, ROOM.spec, privileged=True)
+        values = lambda n, x: [c(x, seen.task, rows.trial) for c in (n.reward_critic, n.cost_critic)]  # noqa: E731
+    else:
+        still = DDPGConfig(learning_rate=1e-12, updates=3, batch=ROWS, capacity=ROWS)
+        optimiser = DDPG(ROOM, TINY, PenaltyConfig(), still, iterations=1, trials=rows, tasks=hidden)
+        net = random_weights(Nets, TINY, ROOM.spec, still)
+        values = lambda n, x: [c.taken(x, seen, rows.action) for c in (n.reward, n.cost)]  # noqa: E731
+
+    @eqx.filter_jit
+    def outputs(net):
+        before = eqx.tree_at(
+            lambda s: (s.net, s.scale), optimiser.init(jax.random.key(0)), (net, jnp.array([9.0, 7.0]))
+        )
+        weights = jnp.zeros(ROOM.episodes)
+        after, _ = optimiser.update(before, rows, hidden, weights, jnp.int32(0), jax.random.key(1))
+        features = net.policy.trunk.forward(rows.token, rows.trial)
+        raw = [jnp.stack(values(s.net, features)) for s in (before, after)]
+        return raw, before.scale, after.scale
+
+    (old, new), *scales = jax.tree.map(np.asarray, outputs(net))
+    assert (np.abs(scales[1] / scales[0] - 1) > 1e-3).all()
+    assert np.abs(old).mean() > 0.1
+    shape = (2,) + (1,) * (old.ndim - 1)
+    np.testing.assert_allclose(new * scales[1].reshape(shape), old * scales[0].reshape(shape), rtol=1e-3, atol=1e-3)
+
+
 def test_exploration_fades_over_the_first_half():
     run = fit(Casino(), "ddpg")
     epsilon = lambda progress: float(  # noqa: E731

@@ -61,3 +61,15 @@ class MLP(eqx.Module):
     def read_out(self, x: jax.Array, shift: jax.Array | float = 0.0, gain: jax.Array | float = 1.0) -> jax.Array:
         """The same with a float32 output layer, for logits and values; hidden layer times `gain` plus `shift`."""
         return self.second(jax.nn.gelu(gain * self.first(x) + shift).astype(jnp.float32))
+
+
+def in_new_units(layer: Linear, factor: jax.Array) -> Linear:
+    """An output layer whose outputs are `factor` times what they were.
+
+    Critics predict in units of a running scale. When the scale moves, their values must not: a growing scale would
+    make the values grow, these the targets they bootstrap, and those the scale. (PopArt, van Hasselt et al. 2016)
+    """
+    bias = None if layer.bias is None else layer.bias * factor
+    return eqx.tree_at(
+        lambda x: (x.weight, x.bias), layer, (layer.weight * factor, bias), is_leaf=lambda x: x is None
+    )

@@ -9,7 +9,7 @@ Where the paper leaves a choice, it is a switch of `DDPGConfig`; `paper_config()
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -21,7 +21,7 @@ from safeicrl.agent import NetAgent
 from safeicrl.envs.api import Box, Discrete, Env, EnvSpec, Key, PyTree, centre_and_half, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.heads import Categorical, Distribution, PolicyNet, TanhNormal
-from safeicrl.nets.layers import MLP, Linear
+from safeicrl.nets.layers import MLP, Linear, in_new_units
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.penalty import PenaltyConfig, excess_cost, over_budget
 from safeicrl.replay import Replay
@@ -250,9 +250,10 @@ class DDPG:
             batch = buffer.sample(stored, sample_key, self.config.batch)
             heads = eqx.combine(slow, slow_static)
             loss = lambda p: self.loss(eqx.combine(p, static), heads, batch, multiplier, scale, loss_key)  # noqa: E731
-            grads, (scale, metrics) = jax.grad(loss, has_aux=True)(params)
+            grads, (new_scale, metrics) = jax.grad(loss, has_aux=True)(params)
             updates, optimiser = self.optimiser.update(grads, optimiser, params)
-            params = optax.apply_updates(params, updates)
+            params = _in_new_units(optax.apply_updates(params, updates), scale / new_scale)
+            slow, scale = _in_new_units(slow, scale / new_scale), new_scale
             fast = Heads(actor=params.policy.actor, reward=params.reward, cost=params.cost)
             slow = optax.incremental_update(eqx.filter(fast, eqx.is_array), slow, self.config.target_rate)
             return (params, slow, optimiser, scale), metrics | {"grad_norm": optax.tree.norm(grads)}
@@ -339,6 +340,15 @@ class DDPG:
         error = error.at[..., -1].set(jnp.where(cut, 0.0, error[..., -1]))
         correction = linear_recurrence(discount * self.config.trace * shift(ratio), error)
         return jax.lax.stop_gradient(taken + correction)
+
+
+Holder = TypeVar("Holder", Nets, Heads)
+
+
+def _in_new_units(critics: Holder, factor: jax.Array) -> Holder:
+    """The same reward and cost critics, predicting `factor` [2] times the numbers."""
+    last = lambda c: (c.reward.members.second, c.cost.members.second)  # noqa: E731
+    return eqx.tree_at(last, critics, tuple(in_new_units(x, f) for x, f in zip(last(critics), factor, strict=True)))
 
 
 def _kl(prior: Distribution, policy: Distribution) -> jax.Array:

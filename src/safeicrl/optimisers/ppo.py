@@ -16,6 +16,7 @@ from safeicrl.agent import NetAgent
 from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.heads import Critic, PolicyNet
+from safeicrl.nets.layers import in_new_units
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.penalty import PenaltyConfig, excess_cost, over_budget
 from safeicrl.returns import gae, reward_discount
@@ -136,10 +137,11 @@ class PPO:
             params, optimiser, scale = carry
             part = jax.tree.map(lambda x: x[rows], batch)
             loss = lambda p: self.loss(eqx.combine(p, static), part, scale, entropy)  # noqa: E731
-            grads, (scale, metrics) = jax.grad(loss, has_aux=True)(params)
+            grads, (new_scale, metrics) = jax.grad(loss, has_aux=True)(params)
             updates, optimiser = self.optimiser.update(grads, optimiser, params)
             metrics["grad_norm"] = optax.tree.norm(grads)
-            return (optax.apply_updates(params, updates), optimiser, scale), metrics
+            params = _in_new_units(optax.apply_updates(params, updates), scale / new_scale)
+            return (params, optimiser, new_scale), metrics
 
         order = jax.vmap(lambda k: jax.random.permutation(k, self.rows))(jax.random.split(key, self.config.epochs))
         order = order.reshape(-1, self.config.minibatch)
@@ -197,6 +199,12 @@ class PPO:
         # Both in one scan: on a GPU its many small kernels cost more than their work.
         signal, discount = jnp.stack([trials.reward, cost]), jnp.stack([within_trial, cost_discount])
         return gae(signal, values, discount, self.config.trace)
+
+
+def _in_new_units(net: ActorCritic, factor: jax.Array) -> ActorCritic:
+    """The same critics, predicting `factor` [2] times the numbers."""
+    last = lambda n: (n.reward_critic.head.second, n.cost_critic.head.second)  # noqa: E731
+    return eqx.tree_at(last, net, tuple(in_new_units(x, f) for x, f in zip(last(net), factor, strict=True)))
 
 
 def _mean(values: jax.Array, mask: jax.Array) -> jax.Array:
