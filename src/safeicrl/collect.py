@@ -33,11 +33,11 @@ CHUNK = 10  # iterations, about, in one call of the jitted program
 class CollectConfig:
     """What to collect: `tasks` × `limits` histories of `steps` steps."""
 
-    tasks: int = 27
-    limits: tuple[float, ...] = (0.0, 2.5, 5.0)
+    tasks: int = 27  # to learn, each under every limit
+    limits: tuple[float, ...] = (0.0, 2.5, 5.0)  # on the cost of an episode
     steps: int = 50_000  # of each history
-    split: Split = "train"
-    seed: int = 0
+    split: Split = "train"  # of the tasks
+    seed: int = 0  # of tasks and learners
     group: int = 27  # learners side by side in one program, written together
     learner: PPOLagConfig = field(default_factory=PPOLagConfig)
 

@@ -63,8 +63,8 @@ class PenaltyConfig:
     step: float = 0.02  # η
     final_step: float | None = None  # η at the end of the run, towards which it moves linearly; None: constant
     tolerance: float = 0.01  # of `hinge`: mean cost over budget an episode may have
-    initial: float = 0.0
-    cap: float = 50.0
+    initial: float = 0.0  # λ at the start
+    cap: float = 50.0  # λ at most
     bound: float = 0.5  # of one step's signal, both ways
 
     def __post_init__(self) -> None:

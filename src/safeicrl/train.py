@@ -39,13 +39,13 @@ class EvalConfig:
     """The periodic evaluation of the frozen policy on unseen tasks, which also chooses the best one."""
 
     every: int = 50  # iterations; 0: only at the end
-    tasks: int = 100
+    tasks: int = 100  # unseen ones, a trial each
     episodes: int | None = None  # K by default
     seed: int = 1000  # apart from the default seed of `evaluate`: the best is not chosen on the final rooms
     temperature: float | None = None  # the agent's own by default
     wipe: bool = False  # forget at every episode: for an agent that was trained on single ones
-    rows: int = 256
-    segments: int = 8
+    rows: int = 256  # trials at a time, which bounds the memory
+    segments: int = 8  # stages in which the KV cache grows
     tolerance: float = 0.03  # share of episodes over budget up to which the return decides what is best
 
     def __post_init__(self) -> None:
@@ -67,13 +67,13 @@ class TrainConfig:
 
     iterations: int | None = None  # stop after so many updates (None: as many as the algorithm plans for) ...
     minutes: float | None = None  # ... or so much wall time, compilation included, whichever comes first
-    seed: int = 0
+    seed: int = 0  # of networks, tasks and actions
     seeds: int = 1  # seeds seed, seed+1, ... train side by side in one vmapped program
     start: str | None = None  # folder of a finished run whose networks this one begins with
     chunk: int = 1  # iterations in one call of the jitted program
     checkpoint_minutes: float = 2.0  # 0: after every chunk
     evaluation: EvalConfig = field(default_factory=EvalConfig)
-    tensorboard: bool = False
+    tensorboard: bool = False  # write TensorBoard files too, into the run's folder
     wandb: str | None = None  # project
 
     def __post_init__(self) -> None:
@@ -470,8 +470,8 @@ def _log_evaluation(summaries: list[Summary], status: Status, sinks: list[Sink],
     totals = " ".join(f"{value:.2f}" for value in each["total_return"])
     terminal.say(
         f"evaluation at iteration {status.iteration}: total return {totals} of {summaries[0].episodes} episodes, "
-        f"last ten {each['last_return'].mean():.3f}, over budget {each['over_budget'].mean():.2%} "
-        f"(last ten {each['over_budget_last'].mean():.2%})"
+        f"{summaries[0].last_name} {each['last_return'].mean():.3f}, over budget {each['over_budget'].mean():.2%} "
+        f"({summaries[0].last_name} {each['over_budget_last'].mean():.2%})"
     )
 
 

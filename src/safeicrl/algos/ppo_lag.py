@@ -31,19 +31,19 @@ ACTOR, REWARD, COST = range(3)  # the networks, along their leading axis
 class PPOLagConfig:
     """All of PPO-Lagrangian's settings; the cost limit belongs to the task."""
 
-    iterations: int = 200
+    iterations: int = 200  # of the run
     envs: int = 16  # episodes side by side
     steps: int = 32  # of each in an iteration
-    epochs: int = 4
-    minibatches: int = 4
-    learning_rate: float = 3e-4
-    hidden: tuple[int, ...] = (64, 64)
-    clip: float = 0.2
-    discount: float = 0.99
-    cost_discount: float = 0.99
+    epochs: int = 4  # passes over an iteration's steps
+    minibatches: int = 4  # that a pass is cut into
+    learning_rate: float = 3e-4  # Adam's
+    hidden: tuple[int, ...] = (64, 64)  # sizes of the networks' hidden layers
+    clip: float = 0.2  # of the probability ratio
+    discount: float = 0.99  # γ of the reward
+    cost_discount: float = 0.99  # γ of the cost
     trace: float = 0.95  # λ of GAE, reward and cost
-    entropy: float = 0.01
-    max_grad: float = 1.0
+    entropy: float = 0.01  # weight of the policy's entropy
+    max_grad: float = 1.0  # norm to which gradients are clipped
     multiplier: float = 0.0  # λ at the start
     multiplier_rate: float = 0.05  # its rise in an iteration whose episodes cost, on average, 1 or more too much
     multiplier_gain: float = 0.5  # what it is higher by for just as long as they do: damps its swings

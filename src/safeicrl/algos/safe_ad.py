@@ -27,15 +27,15 @@ class SafeADConfig:
     """All of Safe AD's settings; the defaults are the paper's table for SafeDarkRoom."""
 
     histories: str = "histories/safe-dark-room"  # folder that `safeicrl collect` wrote
-    iterations: int = 100
+    iterations: int = 100  # of the run
     updates: int = 50  # gradient steps in an iteration
     batch: int = 512  # windows in a gradient step
     stride: int = 1  # every n-th episode of a history, so that a window spans learning progress
     share: float = 1.0  # of the histories
-    learning_rate: float = 3e-4
+    learning_rate: float = 3e-4  # Adam's, at its greatest
     final_rate: float = 0.1  # share of the learning rate that a cosine leaves at the end
     warmup: int = 500  # gradient steps
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[float, float] = (0.9, 0.99)  # Adam's
     weight_decay: float = 0.0  # the paper's optimiser is Adam; above 0 it is AdamW
     clip: float = 1.0  # norm of the gradient
     net: DecisionConfig = field(default_factory=DecisionConfig)

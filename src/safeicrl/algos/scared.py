@@ -28,7 +28,7 @@ from safeicrl.trial import Agent, Trials, run_trials, sample_queue
 class ScaredConfig:
     """All of SCARED's settings."""
 
-    iterations: int = 600
+    iterations: int = 600  # updates of the run, over which schedules move
     rows: int = 512  # rows of trials an iteration
     queue: int = 4  # trials a row can hold; those that do not fit are cut
     episodes: int | None = None  # K; None: the environment's
@@ -37,7 +37,7 @@ class ScaredConfig:
     budget_power: float = 1.5  # budgets are low + (high − low) u^power: > 1 practises small ones more
     net: NetConfig = field(default_factory=NetConfig)
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
-    optimiser: Literal["ppo", "ddpg"] = "ppo"
+    optimiser: Literal["ppo", "ddpg"] = "ppo"  # PPO, or the off-policy one of Algorithm 1
     ppo: PPOConfig = field(default_factory=PPOConfig)
     ddpg: DDPGConfig = field(default_factory=DDPGConfig)
 

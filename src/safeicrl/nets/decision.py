@@ -25,14 +25,14 @@ class DecisionConfig:
     """Sizes of the network; the defaults are the paper's for SafeDarkRoom."""
 
     embedding: int = 64  # of each thing in a step
-    width: int = 512
-    layers: int = 8
-    heads: int = 8
+    width: int = 512  # of a token's vector
+    layers: int = 8  # blocks of attention and MLP
+    heads: int = 8  # of attention; width must be a multiple
     context: int = 100  # steps in a window
     tokens: Literal["four", "one"] = "one"  # that a step becomes
-    attention_dropout: float = 0.5
-    residual_dropout: float = 0.1
-    embedding_dropout: float = 0.3
+    attention_dropout: float = 0.5  # share of attention weights dropped in training
+    residual_dropout: float = 0.1  # share of each layer's output dropped in training
+    embedding_dropout: float = 0.3  # share of each token dropped in training
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on a GPU, float32 elsewhere
 
     def __post_init__(self) -> None:

@@ -35,7 +35,7 @@ HIDDEN = 256  # of a critic
 class DDPGConfig:
     """Hyperparameters; each comment names the alternative."""
 
-    learning_rate: float = 3e-4
+    learning_rate: float = 3e-4  # Adam's
     updates: int = 64  # gradient steps an iteration
     batch: int = 32  # rows a gradient step
     capacity: int = 2048  # rows of replay
@@ -47,9 +47,9 @@ class DDPGConfig:
     pessimism: bool = False  # targets take the min of the reward critics and the max of the cost critics
     target_rate: float = 0.01  # of the slow heads
     trust: float = 1.0  # weight of KL(slow policy ‖ policy); 0 in the paper
-    entropy: float = 0.01
+    entropy: float = 0.01  # weight of the policy's entropy; 0 in the paper
     exploration: tuple[float, float] = (1.0, 0.02)  # ε, start → end over the first half of the run
-    max_grad: float = 1.0
+    max_grad: float = 1.0  # norm to which gradients are clipped
     critic_weight: float = 1.0  # against the actor's loss
     privileged_critic: bool = True  # critics also see the hidden task; not in the paper
 

@@ -27,18 +27,18 @@ from safeicrl.trial import Trials
 class PPOConfig:
     """Hyperparameters of the update; `start → end` values move linearly over the run."""
 
-    learning_rate: tuple[float, float] = (1e-3, 1e-4)
+    learning_rate: tuple[float, float] = (1e-3, 1e-4)  # Adam's, start → end
     warmup: int = 10  # iterations over which the learning rate rises from 0
-    entropy: tuple[float, float] = (0.03, 0.003)
-    epochs: int = 3
+    entropy: tuple[float, float] = (0.03, 0.003)  # weight of the policy's entropy, start → end
+    epochs: int = 3  # passes over an iteration's rows
     minibatch: int = 64  # rows
-    clip: float = 0.2
+    clip: float = 0.2  # of the probability ratio
     discount: float = 0.998  # γ of the reward, across episodes: exploring now pays in later ones
     episode_discount: float = 1.0  # a further factor at each episode's end, see returns.reward_discount
     cost_discount: float = 0.99  # γ of the excess cost; the paper's form is undiscounted within its episode
     trace: float = 0.97  # λ of GAE
-    max_grad: float = 1.0
-    value_weight: float = 0.5
+    max_grad: float = 1.0  # norm to which gradients are clipped
+    value_weight: float = 0.5  # of the critics' loss against the actor's
     privileged_critic: bool = True  # critics also see the hidden task; they are thrown away after training
 
     def __post_init__(self) -> None:
