@@ -1,6 +1,6 @@
 """How fast whole training runs went: playing, learning and logging together, from their logs.
 
-python bench/loop.py runs/darkroom runs/darkroom-ddpg        a line a run; --out FILE.json writes them
+python bench/loop.py runs/darkroom results/safe-dark-room/stage-1        a line a run; --out FILE.json writes them
 """
 
 import argparse
@@ -15,20 +15,20 @@ from safeicrl.log import read_metrics
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """Steps/s and seconds of the median iteration, over all seeds together; the first iterations are left out."""
+    """Steps/s and seconds of the median iteration, over all seeds together; evaluations are the outliers."""
     config, rows = read_json(folder / "config.json", "training run"), read_metrics(folder / "metrics.jsonl")
-    steps = np.array([row["env_steps"] for row in rows if "return" in row], float)
-    seconds = np.array([row["seconds"] for row in rows if "return" in row])
+    names = ("iteration", "env_steps", "seconds")
+    log = np.array([[row[name] for name in names] for row in rows if "return" in row], float)  # [row, 3]
+    iterations, steps, seconds = np.diff(log, axis=0).T
     seeds = config["train"]["seeds"]
-    pace = np.diff(seconds)[3:]
     return {
         "run": folder.name,
         "device": config["device"],
         "seeds": seeds,
-        "iterations": len(seconds),
-        "seconds_per_iteration": float(np.median(pace)),
-        "env_steps_per_s": float(seeds * np.median(np.diff(steps)[3:] / pace)),
-        "minutes": float(seconds[-1] / 60),
+        "iterations": int(log[-1, 0]),
+        "seconds_per_iteration": float(np.median(seconds / iterations)),
+        "env_steps_per_s": float(seeds * np.median(steps / seconds)),
+        "minutes": float(log[-1, 2] / 60),
     }
 
 
