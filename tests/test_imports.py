@@ -19,7 +19,18 @@ LAYERS = (
     ("optimisers",),
     ("algos",),
     ("train", "evaluate"),
-    ("policy", "contenders", "presets", "plots", "report", "animation", "demo", "collect", "demonstrations"),
+    (
+        "policy",
+        "contenders",
+        "presets",
+        "plots",
+        "report",
+        "animation",
+        "film",
+        "demo",
+        "collect",
+        "demonstrations",
+    ),
     ("cli", "play", "__main__", "__init__"),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
@@ -76,7 +87,7 @@ def test_only_the_face_imports_gymnasium():
             assert name in ("gym_ids", "envs.gym"), name
 
 
-@pytest.mark.parametrize("name", ["", "envs.draw", "report", "plots"])
+@pytest.mark.parametrize("name", ["", "envs.draw", "report", "plots", "film"])
 def test_reading_and_drawing_need_no_jax(name):
     if name and not (SOURCE / (name.replace(".", "/") + ".py")).exists():
         pytest.skip("not built yet")

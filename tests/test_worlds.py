@@ -13,20 +13,23 @@ import pytest
 from probe import Push
 
 from safeicrl.cli import main
-from safeicrl.envs import physics
+from safeicrl.envs import draw, physics, scene
 from safeicrl.envs.api import Box, EnvSpec
 from safeicrl.envs.registry import make_env
 from safeicrl.envs.revealed import Revealed
 from safeicrl.errors import UserError
 from safeicrl.evaluate import evaluate
+from safeicrl.film import FRAMES, chosen_steps
 from safeicrl.optimisers.ddpg import Critics, Seen
 from safeicrl.reference import RandomAgent
 from safeicrl.results import Results, relative, save_results
 
 pytest.importorskip("mujoco")
 
+from safeicrl import demo
 from safeicrl.policy import load_policy
 from safeicrl.presets import PRESETS, WORLDS, preset
+from safeicrl.robots import shoot
 from safeicrl.train import train
 
 # -- the revealed environment
@@ -111,7 +114,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", [*WORLDS, "point-privileged", "point-memoryless"])
-def test_a_preset_trains_evaluates_and_comes_back_as_a_policy(name, runs):
+def test_a_preset_trains_evaluates_and_comes_back_as_a_policy(name, runs, monkeypatch, capsys):
     folder = trained(name, runs)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert np.isfinite([lines[0]["return"], lines[0]["cost"], lines[0]["lambda"]]).all()
@@ -124,8 +127,26 @@ def test_a_preset_trains_evaluates_and_comes_back_as_a_policy(name, runs):
     action = policy.act(np.zeros(policy.env.spec.observation.size))
     assert action.shape == (policy.env.spec.action.size,)
     assert np.abs(action).max() < 1
-    wiped = policy.card["evaluation"]["context"] == "wiped at every episode"
-    assert wiped == ("-" in name and name.startswith("point"))
+    single = name.startswith("point-")
+    assert (policy.card["evaluation"]["context"] == "wiped at every episode") == single
+
+    # the run's policy in the demo: its first and last episode, drawn from positions
+    world = "point" if single else name
+    star, *lines = demo.contenders(world=world, policy=str(folder))
+    assert star.label.endswith(", context wiped") == single
+    assert [line.env for line in lines] == [shrunk(world).env]  # same tasks, nothing revealed
+    monkeypatch.setattr(scene, "picture", no_screen)
+    film = shoot(star, 2.0)
+    assert "no screen; drawn from positions" in capsys.readouterr().out
+    assert list(film.pictures) == [0, 1]
+    assert film.steps[0] == 0
+    assert film.steps[-1] == max(len(film.costs[0]), len(film.costs[1])) <= 4
+    assert {len(pictures) for pictures in film.pictures.values()} == {len(film.steps)}
+    assert (film.pictures[0][0] != film.pictures[0][-1]).any()  # it moved
+
+
+def no_screen(*_: Any) -> None:
+    raise UserError("no screen")
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -153,6 +174,40 @@ def test_the_presets_are_the_papers_experiment(world):
 
 def _name(world: str) -> str:
     return f"safe-dark-{world}" if world in ("point", "car") else f"safe-velocity-{world}"
+
+
+def test_a_policy_is_shown_in_its_own_world_only(runs):
+    with pytest.raises(UserError, match="is for safe-dark-point, not for safe-dark-car"):
+        demo.contenders(world="car", policy=str(trained("point", runs)))
+    with pytest.raises(UserError, match=r"unknown world 'pint'.*Did you mean 'point'"):
+        demo.contenders(world="pint")
+
+
+def test_the_demo_of_a_world_without_a_policy_shows_the_random_agent(tmp_path, capsys):
+    env = make_env("safe-dark-point", max_steps=3, episodes=2)
+    files = demo.run(tmp_path, world="safe-dark-point", tasks=3, env=env)
+    assert {"one-task.gif", "episodes.png", "random.npz"} <= {file.name for file in files}
+    assert all(file.stat().st_size > 100 for file in files)
+    assert "no policy ships for safe-dark-point yet" in capsys.readouterr().out
+
+
+def test_positions_are_drawn_where_they_are():
+    """The arena's 3.6 m on 36 pixels: a goal at (1, −1), a hazard at (−1, 1), the robot at the origin."""
+    env = make_env("safe-dark-point", hazards=1)
+    task = env.make_task((1.0, -1.0), [(-1.0, 1.0)])
+    image = scene.drawing(env, task, [np.zeros(3)], pixels=36)
+    assert tuple(image[28, 28]) == draw.GOAL  # y grows upwards, rows downwards
+    assert tuple(image[8, 8]) == draw.OBSTACLE
+    assert tuple(image[18, 18]) == draw.AGENT
+    assert tuple(image[8, 28]) not in (draw.GOAL, draw.OBSTACLE, draw.AGENT)
+    cheetah = make_env("safe-velocity-half-cheetah")
+    assert scene.place_of(cheetah, np.array([3.0, -0.5])).tolist() == [3.0, 0.0]
+
+
+def test_films_are_short():
+    assert chosen_steps(3) == [0, 1, 2, 3]
+    long = chosen_steps(75)
+    assert (long[0], long[-1], len(long)) == (0, 75, FRAMES)
 
 
 def test_a_car_can_begin_with_what_a_point_has_learned(runs):

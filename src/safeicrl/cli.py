@@ -328,9 +328,7 @@ def compare(args: list[str]) -> None:
 
     asked = _parse("compare", Compare, args)
     if not asked.files:
-        raise UserError(
-            "compare needs results files, as in compare mine.npz --upper told.npz --lower none.npz"
-        )
+        raise UserError("compare needs results files, as in compare mine.npz --upper told.npz --lower none.npz")
     upper, lower, *results = (load_results(path) for path in (asked.upper, asked.lower, *asked.files))
     Console().print(relative_table(results, upper=upper, lower=lower, last=asked.last))
 
@@ -359,20 +357,24 @@ def plot(args: list[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Agents on unseen rooms: a table, the figures, an animation of one room being learned."""
+    """Agents on unseen tasks: a table, the figures, an animation of one task being learned."""
 
+    # room (the default), point, car, half-cheetah or ant; or the environment's name
+    world: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[WORLD]")] = "room"
+    policy: str | None = None  # name or path of a policy to show instead of the one that ships for the world
     out: Path = Path("demo-output")  # folder for figures, results and the animation
-    tasks: int = 50  # rooms
-    seed: int = 0  # of the rooms and the actions
+    tasks: int = 50  # unseen ones
+    seed: int = 0  # of the tasks and the actions
 
 
 def demo(args: list[str]) -> None:
-    """Agents on unseen rooms: a table, the figures, an animation of one room being learned."""
-    from safeicrl.demo import run
+    """Agents on unseen tasks: a table, the figures, an animation of one task being learned."""
+    from safeicrl.demo import run, world_name
 
     asked = _parse("demo", Demo, args)
+    world_name(asked.world)  # a wrong one is told before anything is written
     make_folder(asked.out)
-    run(asked.out, tasks=asked.tasks, seed=asked.seed)
+    run(asked.out, world=asked.world, policy=asked.policy, tasks=asked.tasks, seed=asked.seed)
 
 
 @dataclass(frozen=True, kw_only=True)

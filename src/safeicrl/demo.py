@@ -1,4 +1,4 @@
-"""The demo: the pretrained agent, where there is one, beside the reference lines, in rooms nobody has seen."""
+"""The demo: the pretrained agent, where there is one, beside the reference lines, on tasks nobody has seen."""
 
 from pathlib import Path
 
@@ -7,25 +7,50 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from safeicrl import plots
+from safeicrl import film, plots
 from safeicrl.animation import Replay, animate
 from safeicrl.contenders import Contender, reference, released
+from safeicrl.envs.api import Env
 from safeicrl.envs.dark_room import Room, SafeDarkRoom
-from safeicrl.errors import check_integer
+from safeicrl.envs.registry import make_env
+from safeicrl.envs.wrapped import Wrapped
+from safeicrl.errors import UserError, check_integer, unknown_name
 from safeicrl.policy import policy_names
 from safeicrl.report import group, summary_table
 from safeicrl.results import Results, save_results
+from safeicrl.robots import shoot
 from safeicrl.trial import run_trials
 
-STAR = "safe-dark-room"
-REPLAY_BUDGET = 3.0
+# What to call a world here → its environment, which is also the name of the policy that ships for it.
+WORLDS = {
+    "room": "safe-dark-room",
+    "point": "safe-dark-point",
+    "car": "safe-dark-car",
+    "half-cheetah": "safe-velocity-half-cheetah",
+    "ant": "safe-velocity-ant",
+}
+REPLAY_BUDGET = 3.0  # in the room; elsewhere the middle of the test range
 
 
-def run(out: Path, *, tasks: int = 50, seed: int = 0, env: SafeDarkRoom | None = None) -> list[Path]:
-    """Evaluate, print the table, leave figures, results and an animation in `out`; returns the files."""
+def run(
+    out: Path,
+    *,
+    world: str = "room",
+    policy: str | None = None,
+    tasks: int = 50,
+    seed: int = 0,
+    env: Env | None = None,
+) -> list[Path]:
+    """Evaluate, print the table, leave figures, results and an animation in `out`; returns the files.
+
+    The star is `policy` (a path or a name), or what ships for the world. `env` is the world with other parameters.
+    """
     check_integer("tasks", tasks, 1)
     console = Console()
-    field = contenders(env)
+    field = contenders(env, world=world, policy=policy)
+    if field[0].policy is None and world_name(world) not in policy_names():
+        note = f"no policy ships for {world_name(world)} yet: here is the random agent; --policy PATH shows yours"
+        console.print(note, highlight=False, soft_wrap=True)
     results: list[Results] = []
     for contender in field:
         found = contender.evaluate(tasks=tasks, seed=seed)
@@ -34,7 +59,7 @@ def run(out: Path, *, tasks: int = 50, seed: int = 0, env: SafeDarkRoom | None =
         seconds = found.meta["seconds"]
         console.print(f"{contender.label}: {steps:,} steps in {seconds:.1f} s", style="dim", highlight=False)
     low, high = results[0].budget_range
-    title = f"{tasks} rooms nobody has seen, budgets {low:g}–{high:g}, parameters frozen"
+    title = f"{tasks} tasks nobody has seen, budgets {low:g}–{high:g}, parameters frozen"
     console.print(summary_table(results, title))
 
     files = [path for result in results for path in save_results(result, out / _slug(result.label))]
@@ -45,17 +70,43 @@ def run(out: Path, *, tasks: int = 50, seed: int = 0, env: SafeDarkRoom | None =
         plots.save(plots.over_budget(groups), out / "over-budget.png"),
     ]
     star = field[0]
-    files.append(animate(replay(star, REPLAY_BUDGET, seed=seed), out / "one-room.gif"))
+    if isinstance(star.env, SafeDarkRoom):
+        files.append(animate(replay(star, REPLAY_BUDGET, seed=seed), out / "one-room.gif"))
+    else:
+        shot = shoot(star, float(np.mean(star.env.spec.test_budget)), seed=seed, console=console)
+        files.append(film.play(shot, out / "one-task.gif"))
     _say_where(console, out, files)
     return files
 
 
-def contenders(env: SafeDarkRoom | None = None) -> list[Contender]:
-    """The star first: the pretrained policy where it ships and the room is its own, else the explorer."""
-    lines = [reference(name, env or SafeDarkRoom()) for name in ("explorer", "planner", "random")]
-    if env is None and STAR in policy_names():
-        return [released(STAR), *lines]
-    return lines
+def world_name(world: str) -> str:
+    """The environment meant by `point` or by its own name."""
+    if world in WORLDS.values():
+        return world
+    if world not in WORLDS:
+        raise unknown_name("world", world, WORLDS)
+    return WORLDS[world]
+
+
+def contenders(env: Env | None = None, *, world: str = "room", policy: str | None = None) -> list[Contender]:
+    """The star first: the asked-for policy, or the one that ships where the world is its own, else a reference."""
+    name = world_name(world)
+    own = env or make_env(name)
+    names = ("explorer", "planner", "random") if isinstance(own, SafeDarkRoom) else ("random",)
+    lines = [reference(line, own) for line in names]
+    if policy is None and (env is not None or name not in policy_names()):
+        return lines
+    star = released(policy or name)
+    assert star.policy is not None
+    if star.policy.episodes == 1:  # it knows no second episode
+        star = released(policy or name, wipe=True)
+    described = star.meta["card"]["env"]
+    if name not in (described["name"], described["parameters"].get("name")):
+        raise UserError(f"the policy {policy} is for {described['name']}, not for {name}: safeicrl demo WORLD")
+    if policy is not None:  # the lines on the same tasks, those of the policy's own environment
+        inner = star.env.inner if isinstance(star.env, Wrapped) else star.env
+        lines = [reference(line, inner) for line in names]
+    return [star, *lines]
 
 
 def replay(contender: Contender, budget: float, *, seed: int = 0) -> Replay:

@@ -138,7 +138,7 @@ def _darkroom_small() -> Experiment:
         iterations=190,
         rows=128,
         net=NetConfig(width=32, layers=2, heads=2, context=180, dtype="float32"),
-        ppo=PPOConfig(minibatch=32, discount=0.99),
+        ppo=PPOConfig(minibatch=32, discount=0.99, entropy=(0.02, 0.002)),
     )
     train = TrainConfig(minutes=9.0, checkpoint_minutes=1.0, evaluation=EvalConfig(every=50, tasks=200))
     return Experiment(env=env, algo=algo, train=train)

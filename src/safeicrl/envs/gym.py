@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium import spaces
 
-from safeicrl.envs import draw, render
+from safeicrl.envs import draw, scene
 from safeicrl.envs.api import Box, Discrete, Env, Grid, PyTree, check_split
-from safeicrl.envs.dark_mujoco import GOAL_RADIUS, HAZARD_RADIUS, Arena, SafeDarkCar, SafeDarkMujoco, SafeDarkPoint
+from safeicrl.envs.dark_mujoco import Arena, SafeDarkCar, SafeDarkMujoco, SafeDarkPoint
 from safeicrl.envs.dark_room import Room, RoomState, SafeDarkRoom
 from safeicrl.envs.physics import RobotState
 from safeicrl.envs.registry import make_env, parameters_of
@@ -121,11 +121,7 @@ class DarkMujocoFace(RobotFace):
         self, env: SafeDarkMujoco, task: Arena, state: RobotState, path: Sequence[np.ndarray], mode: str
     ) -> Any:
         """The arena, seen from above and slightly aside."""
-        marks = [(place, HAZARD_RADIUS, draw.OBSTACLE) for place in np.asarray(task.hazards)]
-        marks.append((np.asarray(task.goal), GOAL_RADIUS, draw.GOAL))
-        discs = [render.Disc(tuple(place.tolist()), radius, colour) for place, radius, colour in marks]
-        view = render.View(distance=4.6, elevation=-70.0)
-        return render.frame(env.robot, np.asarray(state.physics.qpos), view, discs)
+        return scene.picture(env, task, state.physics.qpos)
 
 
 class VelocityFace(RobotFace):
@@ -146,8 +142,7 @@ class VelocityFace(RobotFace):
         self, env: SafeVelocity, task: SpeedLimit, state: RobotState, path: Sequence[np.ndarray], mode: str
     ) -> Any:
         """The robot from its side."""
-        view = render.View(distance=4.0, elevation=-15.0, follow=True)
-        return render.frame(env.robot, np.asarray(state.physics.qpos), view)
+        return scene.picture(env, task, state.physics.qpos)
 
 
 def _check_entries(layout: Any, known: tuple[str, ...]) -> None:

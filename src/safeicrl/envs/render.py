@@ -48,9 +48,6 @@ def _painter(robot: str, thread: int) -> "_Painter":
     return _Painter(robot)
 
 
-atexit.register(_painter.cache_clear)  # contexts must go before the libraries they call
-
-
 class _Painter:
     """One robot's scene and the GL context it is drawn in."""
 
@@ -112,7 +109,10 @@ def _make_context() -> Any:
             from mujoco.egl import GLContext
         else:
             from mujoco.osmesa import GLContext
-        return GLContext(SIZE, SIZE)
+        context = GLContext(SIZE, SIZE)
+        # Contexts must go before the library they call shuts down, which registered its own end when imported.
+        atexit.register(_painter.cache_clear)
+        return context
     except Exception as error:  # whatever a missing or half-installed driver raises
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
