@@ -243,23 +243,23 @@ def _world_training() -> TrainConfig:
 
 def _point() -> Experiment:
     """SafeDarkPoint, for one GPU, which also moves the robot: eight minutes on an H200."""
-    return _dark_world("safe-dark-point", iterations=250, rows=1024, epochs=3, minibatch=64)
+    return _dark_world("safe-dark-point", iterations=210, rows=1024, epochs=3, minibatch=64)
 
 
 def _car() -> Experiment:
     """SafeDarkCar, for one GPU and 16 cores: a first policy in eight minutes, best after `point` (--start RUN)."""
     # 11,000 steps a second is all that 16 cores make: few rows, each learned from often
-    return _dark_world("safe-dark-car", iterations=35, rows=64, epochs=8, minibatch=8)
+    return _dark_world("safe-dark-car", iterations=32, rows=64, epochs=8, minibatch=8)
 
 
 def _half_cheetah() -> Experiment:
     """SafeVelocityHalfCheetah, for one GPU and 16 cores: eight minutes."""
-    return _velocity_world("safe-velocity-half-cheetah", iterations=90, rows=256, epochs=6, minibatch=16)
+    return _velocity_world("safe-velocity-half-cheetah", iterations=80, rows=256, epochs=6, minibatch=16)
 
 
 def _ant() -> Experiment:
     """SafeVelocityAnt, for one GPU and 16 cores: a first policy in eight minutes."""
-    return _velocity_world("safe-velocity-ant", iterations=55, rows=128, epochs=8, minibatch=16)
+    return _velocity_world("safe-velocity-ant", iterations=52, rows=128, epochs=8, minibatch=16)
 
 
 WORLDS: dict[str, Callable[[], Experiment]] = {
@@ -282,16 +282,13 @@ def _line(world: str, kind: Literal["privileged", "memoryless"]) -> Callable[[],
         steps = base.env.spec.max_steps
         algo = dataclasses.replace(
             base.algo,
+            iterations=5 * base.algo.iterations,  # of a fifth of the length each
             episodes=1,
-            rows=4 * base.algo.rows,  # of a fifth of the length
             queue=8,
             steps=4 * steps,
             segments=1,
             net=dataclasses.replace(base.algo.net, context=steps),
-            ppo=dataclasses.replace(base.algo.ppo, minibatch=4 * base.algo.ppo.minibatch),
-            ddpg=dataclasses.replace(
-                base.algo.ddpg, batch=4 * base.algo.ddpg.batch, capacity=4 * base.algo.ddpg.capacity
-            ),
+            penalty=_spread_out(base.algo.penalty, 5),
         )
         evaluation = dataclasses.replace(base.train.evaluation, wipe=True)
         return Experiment(env=env, algo=algo, train=dataclasses.replace(base.train, evaluation=evaluation))
@@ -302,6 +299,12 @@ def _line(world: str, kind: Literal["privileged", "memoryless"]) -> Callable[[],
     }
     make.__doc__ = f"The `{world}` agent, {what[kind]}."
     return make
+
+
+def _spread_out(penalty: Any, times: int) -> Any:
+    """The same path of λ over `times` as many iterations."""
+    last = penalty.step if penalty.final_step is None else penalty.final_step
+    return dataclasses.replace(penalty, step=penalty.step / times, final_step=last / times)
 
 
 PRESETS: dict[str, Callable[[], Experiment]] = {
