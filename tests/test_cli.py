@@ -89,7 +89,11 @@ def refused(capsys, *args) -> str:
         ("evaluate --agent random --tasks 0", "tasks must be"),
         ("plot", "needs results files"),
         ("plot nothing.npz", r"no results file at nothing\.npz$"),
+        ("compare --upper a --lower b", "compare needs results files"),
+        ("compare x.npz --upper a --lower b", "no results file at a$"),
         ("demo --tasks 0", "tasks must be"),
+        ("demo pint", "unknown world 'pint'.*Did you mean 'point'"),
+        ("demo room --policy nowhere/at/all", "no policy and no run folder at nowhere/at/all$"),
         ("demo --seed -1", "seed must be"),
         ("list --all", "unknown option --all"),
     ],
@@ -103,7 +107,7 @@ def test_help_and_version(capsys):
     shown = capsys.readouterr().out
     assert main(["help"]) == 0
     assert capsys.readouterr().out == shown
-    for name in ("train", "evaluate", "plot", "demo", "list"):
+    for name in ("train", "evaluate", "compare", "plot", "demo", "list"):
         assert f"  {name} " in shown
     assert main(["--version"]) == 0
     assert VERSION in capsys.readouterr().out
