@@ -19,16 +19,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", default="safe-dark-room", help="name, path or run folder")
     parser.add_argument("--tasks", type=int, default=100, help="rooms, each with a budget of its own")
+    parser.add_argument(
+        "--rows", type=int, default=25, help="of them at a time: a chunk ends with its longest trial"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("results/bench_evaluation.json"))
     args = parser.parse_args()
     about, who = provenance(), released(args.policy)
     # the first run includes the compilation, the second has it from the first
-    runs = [evaluate(who.env, who.agent, tasks=args.tasks, rows=args.tasks, seed=args.seed) for _ in range(2)]
+    runs = [evaluate(who.env, who.agent, tasks=args.tasks, rows=args.rows, seed=args.seed) for _ in range(2)]
     cold, warm = (run.meta["seconds"] for run in runs)
     steps = int(runs[1].lengths.sum())
     found = {
         "tasks": args.tasks,
+        "rows": args.rows,
         "seconds": cold,
         "seconds_compiled": warm,
         "steps_per_s": steps / warm,

@@ -135,6 +135,29 @@ def test_segments_do_not_change_the_result():
     jax.tree.map(np.testing.assert_array_equal, run(1), run(4))
 
 
+def test_segments_with_nothing_left_to_play_are_skipped():
+    """Trials of two short episodes in rows of 40 steps: the sums are the same, and the agent acts no more."""
+    env, calls = SafeDarkRoom(size=4, obstacles=4, max_steps=3), []
+
+    class Counting(RandomAgent):
+        def act(self, memory, token, key):
+            jax.debug.callback(lambda: calls.append(1))
+            return super().act(memory, token, key)
+
+    tasks, budgets = sample_queue(env, "test", (1.0, 4.0), (8, 1), jax.random.key(2))
+    sums = []
+    for segments in (1, 5):
+        played = run_trials(
+            env, Counting(env.spec.action), tasks, budgets, KEY, episodes=2, steps=40, segments=segments
+        )
+        jax.block_until_ready(played)
+        jax.effects_barrier()
+        sums.append((episode_sums(played, 2), len(calls)))
+        calls.clear()
+    jax.tree.map(np.testing.assert_array_equal, sums[0][0], sums[1][0])
+    assert [count for _, count in sums] == [40, 8]  # the first of five segments is long enough for six steps
+
+
 def test_real_valued_worlds():
     env = Push()
     tasks, budgets = sample_queue(env, "test", (0.0, 2.0), (5, 1), jax.random.key(3))

@@ -124,7 +124,8 @@ def run_trials(
     """Play each row's queue of trials, `episodes` episodes each, for `steps` steps.
 
     `tasks` and `budgets` are [row, queue]. `segments` cuts the scan so that the agent's memory can grow between
-    them (a KV cache read only as far as it is filled); the result is the same for any number.
+    them (a KV cache read only as far as it is filled); the valid steps are the same for any number. Segments after
+    the last row's last step are skipped: there is nothing to play, and late steps are the dearest.
     """
     budgets = usable_budget(jnp.asarray(budgets, jnp.float32), env.spec)
     rows, queue = budgets.shape
@@ -140,12 +141,23 @@ def run_trials(
         row, played = jax.vmap(advance)(row, action, tasks, budgets, jax.random.split(env_key, rows))
         return (row, memory), replace(played, extras=extras)
 
+    def segment(carry: tuple, keys: Key) -> tuple[tuple, Trials]:
+        return jax.lax.scan(step, carry, keys)
+
+    def skip(carry: tuple, keys: Key) -> tuple[tuple, Trials]:
+        nothing = jax.eval_shape(segment, carry, keys)[1]
+        return carry, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nothing)  # `valid` nowhere
+
     parts: list[Trials] = []
     keys = jax.random.split(scan_key, steps)
     bounds = np.unique(np.linspace(0, steps, segments + 1).astype(int))  # more segments than steps: no empty ones
     for begin, end in itertools.pairwise(bounds):
-        memory = agent.extend(memory, int(end))
-        (carry, memory), played = jax.lax.scan(step, (carry, memory), keys[begin:end])  # type: ignore[var-annotated]
+        now = (carry, agent.extend(memory, int(end)))
+        # Rows that hold a queue of trials are meant to be full, as when training: not worth a branch.
+        if begin and queue == 1:
+            (carry, memory), played = jax.lax.cond(carry.over.all(), skip, segment, now, keys[begin:end])
+        else:
+            (carry, memory), played = segment(now, keys[begin:end])
         parts.append(played)
     trials = jax.tree.map(lambda *x: jnp.concatenate(x), *parts) if len(parts) > 1 else parts[0]
     return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), trials)
