@@ -227,9 +227,11 @@ def _velocity_world(env: str, *, iterations: int, rows: int, epochs: int, miniba
         iterations=iterations,
         rows=rows,
         queue=4,  # an Ant that falls ends its episode early
-        # A metre per second more earns 1 a step: λ must outweigh that. It may be large from the start, because an
-        # agent that has not learned to run breaks no speed limit.
-        penalty=PenaltyConfig(initial=1.0, step=0.2, final_step=0.5, bound=0.5, tolerance=0.05, cap=10.0),
+        # A metre per second more earns 75 an episode, so λ must reach tens. It may be large from the start, because
+        # an agent that has not learned to run breaks no speed limit: it grows by at most 50 over the run.
+        penalty=PenaltyConfig(
+            initial=1.0, step=40 / iterations, final_step=160 / iterations, bound=0.5, tolerance=0.05, cap=50.0
+        ),
         ppo=PPOConfig(epochs=epochs, minibatch=minibatch, learning_rate=(5e-4, 5e-5), entropy=(0.001, 0.0), **near),
         ddpg=DDPGConfig(capacity=max(1024, rows), exploration=(0.3, 0.05), target_rate=0.02, **near),
     )
