@@ -242,7 +242,7 @@ class Evaluate:
     greedy: bool = False  # the most probable action instead of a sampled one
     wipe: bool = False  # forget at every episode: what is in-context learning worth?
     seed: int = 0  # of tasks and actions: agents evaluated with one seed meet the same tasks
-    rows: int = 256  # trials at a time
+    rows: int | None = None  # trials at a time; 256 by default, on a CPU 32
     label: str | None = None  # name in tables and figures; results of one label are drawn as seeds of one agent
     out: Path | None = None  # writes OUT.npz and OUT.json; OUT-seed0.npz, ... for several seeds of a run
 

@@ -31,7 +31,7 @@ def evaluate(
     episodes: int | None = None,
     seed: int = 0,
     split: Split = "test",
-    rows: int = 256,
+    rows: int | None = None,
     segments: int = 8,
     label: str = "agent",
     meta: dict[str, Any] | None = None,
@@ -40,11 +40,13 @@ def evaluate(
 
     Their budgets are `budget_count` distinct ones, uniform in the range `budgets` (the environment's test range
     by default) and used equally often. `episodes` is the environment's K by default. Tasks and budgets depend
-    on `seed` alone, so two agents meet the same rooms. At most `rows` trials run at a time, which bounds the
-    memory; all chunks share one compilation. `segments` is `run_trials`', for agents whose memory grows.
+    on `seed` alone, so two agents meet the same rooms. At most `rows` trials run at a time (by default 256, on a
+    CPU 32), which bounds the memory; all chunks share one compilation, and a chunk ends with its longest trial.
+    `segments` is `run_trials`', for agents whose memory grows.
     """
     check_integer("tasks", tasks, 1)
-    check_integer("rows", rows, 1)
+    default = 32 if jax.default_backend() == "cpu" else 256
+    rows = check_integer("rows", default if rows is None else rows, 1)
     check_seed(seed)
     episodes = check_integer("episodes", env.spec.episodes if episodes is None else episodes, 1)
     low, high = budgets or env.spec.test_budget
