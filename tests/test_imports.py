@@ -19,18 +19,8 @@ LAYERS = (
     ("optimisers",),
     ("algos",),
     ("train", "evaluate"),
-    (
-        "policy",
-        "contenders",
-        "presets",
-        "plots",
-        "report",
-        "animation",
-        "film",
-        "demo",
-        "collect",
-        "demonstrations",
-    ),
+    ("policy", "contenders", "presets", "plots", "report", "animation", "film"),
+    ("robots", "demo", "collect", "demonstrations"),
     ("cli", "play", "__main__", "__init__"),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
