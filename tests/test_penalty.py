@@ -88,6 +88,13 @@ def test_one_step_of_the_multiplier(change, signal):
     np.testing.assert_allclose(found, 1 + 0.1 * signal, rtol=1e-6)
 
 
+def test_the_multipliers_step_moves_over_the_run():
+    """From 0.1 to 0.5: 0.3 half-way; the signal is 2.5."""
+    config = PenaltyConfig(signal="max_of_means", step=0.1, final_step=0.5, bound=100.0)
+    moved = [penalty.update_multiplier(jnp.float32(1.0), COSTS, EDGES, config, p) for p in (0.0, 0.5, 1.0)]
+    np.testing.assert_allclose(moved, [1 + 2.5 * 0.1, 1 + 2.5 * 0.3, 1 + 2.5 * 0.5], rtol=1e-6)
+
+
 def test_the_multiplier_is_projected_capped_and_moves_by_bounded_steps():
     move = lambda start, **change: np.asarray(  # noqa: E731
         penalty.update_multiplier(jnp.asarray(start), COSTS, EDGES, PenaltyConfig(dual="naive", **change))
@@ -108,6 +115,8 @@ def test_no_finished_episode_no_signal(change):
     ("change", "words"),
     [
         ({"form": "papr"}, "penalty.form must be one of excess, paper, got 'papr'"),
+        ({"source": "rows"}, "penalty.source must be one of rollout, replay, got 'rows'"),
+        ({"final_step": -1.0}, "penalty.final_step must be a finite number ≥ 0.0, got -1.0"),
         ({"dual": "none"}, "penalty.dual must be one of exact, naive, got 'none'"),
         ({"signal": "max"}, "penalty.signal must be one of hinge, max_of_means, mean_of_max, got 'max'"),
         ({"step": -0.1}, "penalty.step must be a finite number ≥ 0.0, got -0.1"),

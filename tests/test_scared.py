@@ -14,6 +14,7 @@ from networks import QUEUE, ROOM, ROWS, STEPS, random_rows, random_weights
 from probe import Casino, Throw
 
 from safeicrl import checkpoint
+from safeicrl import replay as buffer
 from safeicrl.algos.api import METRICS
 from safeicrl.algos.scared import Scared, ScaredConfig, ScaredState, summary
 from safeicrl.envs.api import replace
@@ -22,7 +23,7 @@ from safeicrl.evaluate import evaluate, with_options
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers.ddpg import DDPG, DDPGConfig, Heads, Nets, Seen, paper_config
 from safeicrl.optimisers.ppo import PPO, ActorCritic, Batch, PPOConfig
-from safeicrl.penalty import PenaltyConfig
+from safeicrl.penalty import PenaltyConfig, collect_costs
 from safeicrl.trial import sample_queue
 
 OPTIMISERS = ("ppo", "ddpg")
@@ -257,7 +258,8 @@ def ppo_loss_by_hand(settings, form, trials, multiplier, scale, entropy_weight, 
     else:
         cost, cost_discount = np.asarray(trials.cost), 1.0 - np.asarray(trials.done)
         multiplier = multiplier * over_by_hand(trials)
-    signals = ((np.asarray(trials.reward), settings.discount * (1.0 - trial_over)), (cost, cost_discount))
+    gamma = settings.discount * np.where(np.asarray(trials.done), settings.episode_discount, 1.0)
+    signals = ((np.asarray(trials.reward), gamma * (1.0 - trial_over)), (cost, cost_discount))
     trace = np.full((ROWS, STEPS), settings.trace)
     advantages = [
         corrections_by_hand(signal, discount, value * unit, value * unit, trace)
@@ -276,7 +278,7 @@ def ppo_loss_by_hand(settings, form, trials, multiplier, scale, entropy_weight, 
 @pytest.mark.parametrize("form", ["excess", "paper"])
 def test_the_ppo_loss_by_hand(rows, form):
     net = random_weights(ActorCritic, TINY, ROOM.spec, privileged=True)
-    settings = PPOConfig(minibatch=8)
+    settings = PPOConfig(minibatch=8, episode_discount=0.8)
     ppo = PPO(ROOM, TINY, PenaltyConfig(form=form), settings, iterations=1, rows=ROWS)
     multiplier = np.array([0.4, 1.3])[np.asarray(rows.token.episode)]  # one for each episode
     scale, weight = np.array([0.5, 2.0]), 0.1
@@ -412,6 +414,23 @@ def test_budgets_are_drawn_by_their_power():
         assert np.mean(budgets < x) == pytest.approx(expected, abs=5 * np.sqrt(0.25 / 4096))
 
 
+def test_the_multiplier_may_follow_replay():
+    """`replay` judges what is stored and what was just played; an empty replay adds nothing."""
+    penalty = dataclasses.replace(PENALTY, source="replay")
+    algorithm = Scared(Throw(), config("ddpg", penalty=penalty))
+    fresh = Scared(Throw(), config("ddpg"))
+    state = eqx.filter_jit(algorithm.init)(jax.random.key(0))
+    hidden, budgets = algorithm.draw(jax.random.key(1))
+    trials = algorithm.play(algorithm.optimiser.explorer(state.optimiser), hidden, budgets, jax.random.key(2))
+    costs = collect_costs(trials, algorithm.config.queue, algorithm.episodes)
+    full = buffer.add(state.optimiser.replay, algorithm.optimiser.row(trials, hidden))
+    played = lambda a, s: int(a.judged(s, costs).played.sum())  # noqa: E731
+    later = replace(state, optimiser=replace(state.optimiser, replay=full))
+    one = int(costs.played.sum())
+    assert one > 0
+    assert [played(fresh, later), played(algorithm, state), played(algorithm, later)] == [one, one, 2 * one]
+
+
 def test_more_segments_than_steps():
     """The replay's example is what `play` returns, traced at once."""
     algorithm = Scared(Throw(), config("ddpg", segments=9))
@@ -421,6 +440,7 @@ def test_more_segments_than_steps():
 def test_the_papers_form_of_the_off_policy_optimiser():
     paper = paper_config()
     assert (paper.trace, paper.ensemble, paper.trust, paper.entropy) == (0, 1, 0, 0)
+    assert not paper.privileged_critic
 
 
 @pytest.mark.parametrize(
@@ -437,6 +457,10 @@ def test_the_papers_form_of_the_off_policy_optimiser():
         (
             lambda: config("ppo", net=dataclasses.replace(TINY, context=11)),
             "net.context must hold a whole trial of 12 tokens, got 11",
+        ),
+        (
+            lambda: config("ppo", penalty=PenaltyConfig(source="replay")),
+            "penalty.source replay needs the optimiser that has one, ddpg, got 'ppo'",
         ),
         (lambda: config("ppo", ppo=PPOConfig(trace=1.5)), "ppo.trace must be at most 1, got 1.5"),
         (lambda: config("ddpg", ddpg=DDPGConfig(updates=0)), "ddpg.updates must be an integer ≥ 1, got 0"),
