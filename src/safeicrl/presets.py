@@ -98,7 +98,7 @@ def _darkroom() -> Experiment:
 
 
 def _darkroom_ddpg() -> Experiment:
-    """The paper's room by the off-policy optimiser, with what makes it learn in minutes."""
+    """The paper's room by the off-policy optimiser; docs/scared.md says how far it has come."""
     from safeicrl.optimisers.ddpg import DDPGConfig
     from safeicrl.penalty import PenaltyConfig
 
