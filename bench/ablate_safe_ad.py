@@ -41,7 +41,11 @@ def variants(args: argparse.Namespace) -> dict[str, list[Any]]:
 
 def build(histories: Histories, args: argparse.Namespace, context: int, layers: int) -> SafeAD:
     """The algorithm on all the data; a gradient step reads as many steps whatever the context."""
-    net = DecisionConfig(width=args.width, layers=layers, heads=max(1, args.width // 64), context=context)
+    attention, residual, embedding = args.dropout
+    net = DecisionConfig(
+        width=args.width, layers=layers, heads=max(1, args.width // 64), context=context,
+        attention_dropout=attention, residual_dropout=residual, embedding_dropout=embedding,
+    )  # fmt: skip
     config = SafeADConfig(
         histories=args.histories, iterations=args.iterations, updates=args.updates // args.iterations,
         batch=max(1, args.batch * args.contexts[0] // context), stride=args.stride, warmup=args.updates // 10,
@@ -98,6 +102,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 4, 8], help="the middle one is the base")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.05, 0.5, 1.0], help="of the histories")
     parser.add_argument("--width", type=int, default=256)
+    parser.add_argument(
+        "--dropout", type=float, nargs=3, default=[0.5, 0.1, 0.3], help="of attention, residuals and embeddings"
+    )
     parser.add_argument("--batch", type=int, default=256, help="windows in a gradient step of the base run")
     parser.add_argument("--stride", type=int, default=20, help="every n-th episode")
     parser.add_argument("--updates", type=int, default=2000, help="gradient steps of each run")
