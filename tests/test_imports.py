@@ -14,7 +14,7 @@ SOURCE = Path(safeicrl.__file__).parent
 LAYERS = (
     ("errors", "version", "gym_ids", "files", "signals", "log"),
     ("envs", "nets", "tokens", "results"),
-    ("trial", "replay", "returns", "penalty", "agent", "reference", "config", "checkpoint", "histories"),
+    ("trial", "replay", "returns", "penalty", "agent", "mlp", "reference", "config", "checkpoint", "histories"),
     ("decision", "windows"),
     ("optimisers",),
     ("algos",),

@@ -13,13 +13,14 @@ from probe import Casino, Push, Throw
 from safeicrl import load_policy
 from safeicrl.algos import ppo_lag
 from safeicrl.algos.api import METRICS
-from safeicrl.algos.ppo_lag import Learner, MlpAgent, Normaliser, PPOLag, PPOLagConfig, Rollout
+from safeicrl.algos.ppo_lag import Learner, PPOLag, PPOLagConfig, Rollout
 from safeicrl.cli import main
 from safeicrl.envs.api import replace
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.envs.fixed import FixedTask
 from safeicrl.errors import UserError
 from safeicrl.evaluate import evaluate, with_options
+from safeicrl.mlp import MlpAgent, Normaliser
 from safeicrl.train import EvalConfig, TrainConfig, train
 
 ROOM = SafeDarkRoom(size=5, obstacles=1, max_steps=10)

@@ -60,7 +60,7 @@ def test_a_revealed_environment_adds_the_task_to_what_is_seen_and_changes_nothin
         ({"name": "revealed"}, "a revealed task must be one of another environment, not of revealed"),
         ({"name": "fixed-task"}, "not of fixed-task"),
         ({"name": "safe-dark-pint"}, "Did you mean 'safe-dark-point'"),
-        ({"args": ("hazards",)}, "args of a revealed task are name=value pairs, got 'hazards'"),
+        ({"args": ("hazards",)}, "a revealed task takes name=value pairs, got 'hazards'"),
     ],
 )
 def test_a_task_that_cannot_be_revealed(changes, message):

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import difflib
 import io
-import json
 import os
 import re
 import sys
@@ -185,7 +184,7 @@ def collect(args: list[str]) -> None:
     from safeicrl.collect import default_config, progress_table
     from safeicrl.config import env_from_plain
     from safeicrl.demonstrations import EpsConfig, collect_demonstrations
-    from safeicrl.envs.registry import make_env
+    from safeicrl.envs.registry import make_env, parse_parameters
     from safeicrl.histories import export_minari
 
     name, who = _option(args, "--env") or "safe-dark-room", _option(args, "--by") or "ppo-lag"
@@ -212,7 +211,7 @@ def collect(args: list[str]) -> None:
     )
     form.__doc__ = collect.__doc__
     asked: Any = _parse("collect", form, args)
-    env = env_from_plain(asked.env, dict(_pair(text) for text in asked.env_args))
+    env = env_from_plain(asked.env, parse_parameters(asked.env_args, "--env-args"))
     histories = run(env, asked.what, out=asked.out)
     if histories is None:
         return
@@ -281,10 +280,11 @@ def _contenders(asked: Evaluate) -> dict[str, Any]:
     """Who was asked for, by name: one agent, or the seeds of a run."""
     from safeicrl.config import env_from_plain
     from safeicrl.contenders import reference, released_seeds
+    from safeicrl.envs.registry import parse_parameters
 
     if (asked.policy is None) == (asked.agent is None):
         raise UserError("evaluate needs either a policy (name, path or run folder) or --agent, not both")
-    parameters = dict(_pair(text) for text in asked.env_args)
+    parameters = parse_parameters(asked.env_args, "--env-args")
     if asked.policy is not None:
         if asked.env is not None:
             raise UserError("a policy brings its own environment: leave out --env (--env-args may change it)")
@@ -296,16 +296,6 @@ def _contenders(asked: Evaluate) -> dict[str, Any]:
         raise UserError(f"the {asked.agent} agent has no temperature: leave out --greedy and --temperature")
     name, env = str(asked.agent), env_from_plain(asked.env or "safe-dark-room", parameters)
     return {name: reference(name, env, wipe=asked.wipe)}
-
-
-def _pair(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise UserError(f"--env-args takes name=value pairs, got {text!r}")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
 
 
 # -- compare, plot, demo, list -------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def _decision(card: dict[str, Any], env: Env) -> Agent:
 
 
 def _mlp(card: dict[str, Any], env: Env) -> Agent:
-    from safeicrl.algos.ppo_lag import MlpAgent
+    from safeicrl.mlp import MlpAgent
 
     return MlpAgent.build(env.spec, tuple(card["hidden"]))
 

@@ -76,7 +76,7 @@ def _ppo_lag(name: str) -> Experiment:
 
 
 def _darkroom() -> Experiment:
-    """The paper's room, for one GPU: under ten minutes on an H200."""
+    """The paper's room, for one GPU; stops after fifteen minutes at the latest."""
     from safeicrl.algos.scared import ScaredConfig
     from safeicrl.nets.transformer import NetConfig
     from safeicrl.optimisers.ppo import PPOConfig
@@ -244,23 +244,23 @@ def _world_training() -> TrainConfig:
 
 
 def _point() -> Experiment:
-    """SafeDarkPoint, for one GPU, which also moves the robot: eight minutes on an H200."""
+    """SafeDarkPoint, for one GPU, which also moves the robot; stops after eight minutes."""
     return _dark_world("safe-dark-point", iterations=210, rows=1024, epochs=3, minibatch=64)
 
 
 def _car() -> Experiment:
-    """SafeDarkCar, for one GPU and 16 cores: a first policy in eight minutes, best after `point` (--start RUN)."""
-    # 11,000 steps a second is all that 16 cores make: few rows, each learned from often
+    """SafeDarkCar, for one GPU and 16 cores, best after `point` (--start RUN); stops after eight minutes."""
+    # 16 cores make 8,000 steps a second of 64 cars (docs/mujoco.md): few rows, each learned from often
     return _dark_world("safe-dark-car", iterations=32, rows=64, epochs=8, minibatch=8)
 
 
 def _half_cheetah() -> Experiment:
-    """SafeVelocityHalfCheetah, for one GPU and 16 cores: eight minutes."""
+    """SafeVelocityHalfCheetah, for one GPU and 16 cores; stops after eight minutes."""
     return _velocity_world("safe-velocity-half-cheetah", iterations=80, rows=256, epochs=6, minibatch=16)
 
 
 def _ant() -> Experiment:
-    """SafeVelocityAnt, for one GPU and 16 cores: a first policy in eight minutes."""
+    """SafeVelocityAnt, for one GPU and 16 cores; stops after eight minutes."""
     return _velocity_world("safe-velocity-ant", iterations=52, rows=128, epochs=8, minibatch=16)
 
 

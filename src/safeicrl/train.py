@@ -44,14 +44,15 @@ class EvalConfig:
     seed: int = 1000  # apart from the default seed of `evaluate`: the best is not chosen on the final rooms
     temperature: float | None = None  # the agent's own by default
     wipe: bool = False  # forget at every episode: for an agent that was trained on single ones
-    rows: int = 256  # trials at a time, which bounds the memory
+    rows: int | None = None  # trials at a time; as `evaluate` chooses by default
     segments: int = 8  # stages in which the KV cache grows
     tolerance: float = 0.03  # share of episodes over budget up to which the return decides what is best
 
     def __post_init__(self) -> None:
         check_integer("evaluation every", self.every, 0)
         check_integer("evaluation tasks", self.tasks, 1)
-        check_integer("evaluation rows", self.rows, 1)
+        if self.rows is not None:
+            check_integer("evaluation rows", self.rows, 1)
         check_integer("evaluation segments", self.segments, 1)
         check_integer("evaluation seed", self.seed, 0)
         check_number("evaluation tolerance", self.tolerance, 0.0)

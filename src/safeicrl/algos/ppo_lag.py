@@ -8,7 +8,6 @@ functions of its state, task and limit, so that `jax.vmap` makes a whole set of 
 On a grid small enough, the networks are evaluated once on all of its cells and everything else looks results up.
 """
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +17,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from safeicrl.envs.api import Box, Discrete, Env, EnvSpec, Grid, Key, PyTree, record, replace
+from safeicrl.envs.api import Env, Grid, Key, PyTree, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
-from safeicrl.nets.heads import LOG_STD, Categorical, Distribution, TanhNormal
-from safeicrl.tokens import Token
+from safeicrl.mlp import (
+    MlpAgent,
+    Net,
+    Normaliser,
+    action_outputs,
+    distribution,
+    encode,
+    evaluate_all,
+    first_normaliser,
+    input_size,
+)
+from safeicrl.nets.heads import Distribution
+from safeicrl.returns import linear_recurrence
 
 TABLE = 1024  # cells up to which a grid is evaluated whole
 ACTOR, REWARD, COST = range(3)  # the networks, along their leading axis
@@ -76,133 +86,6 @@ def default_config(env: Env) -> PPOLagConfig:
     if isinstance(env.spec.observation, Grid):
         return PPOLagConfig(iterations=100, epochs=2, learning_rate=1e-3, entropy=0.005)
     return PPOLagConfig(iterations=300, steps=150, epochs=8, minibatches=8, entropy=0.0)
-
-
-# -- networks -----------------------------------------------------------------------------------------------
-
-
-class Net(eqx.Module):
-    """Linear → tanh → … → Linear."""
-
-    weights: tuple[jax.Array, ...]  # [in, out] each
-    biases: tuple[jax.Array, ...]  # [out] each
-
-    def __init__(self, inputs: int, hidden: tuple[int, ...], outputs: int, key: Key):
-        shapes = list(itertools.pairwise((inputs, *hidden, outputs)))
-        counts = [a * b for a, b in shapes]
-        # One draw for all layers: the random numbers are most of what there is to compile in a learner's start.
-        parts = jnp.split(jax.random.normal(key, (sum(counts),)), np.cumsum(counts)[:-1])
-        # A small last layer: the first policy is nearly uniform, the first values nearly 0.
-        scales = [1.0] * len(hidden) + [0.01]
-        triples = zip(parts, shapes, scales, strict=True)
-        self.weights = tuple(part.reshape(shape) * scale / np.sqrt(shape[0]) for part, shape, scale in triples)
-        self.biases = tuple(jnp.zeros(b) for _, b in shapes)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Apply to the last axis."""
-        *before, (weight, bias) = zip(self.weights, self.biases, strict=True)
-        for w, b in before:
-            x = jnp.tanh(x @ w + b)
-        return x @ weight + bias
-
-
-def evaluate_all(nets: Net, x: jax.Array) -> jax.Array:
-    """What each of several networks of one shape says, [net, ...]."""
-    return eqx.filter_vmap(lambda net: net(x))(nets)
-
-
-@record
-class Normaliser:
-    """Running mean and variance of the observations."""
-
-    count: jax.Array  # []
-    mean: jax.Array  # [obs]
-    variance: jax.Array  # [obs]
-
-    @staticmethod
-    def start(size: int) -> "Normaliser":
-        """Leaves the first observations as they are."""
-        return Normaliser(count=jnp.float32(0), mean=jnp.zeros(size), variance=jnp.ones(size))
-
-    def __call__(self, observation: jax.Array) -> jax.Array:
-        """Observations with mean 0 and variance 1, cut at ±10."""
-        return jnp.clip((observation - self.mean) * jax.lax.rsqrt(self.variance + 1e-6), -10.0, 10.0)
-
-    def update(self, observations: jax.Array) -> "Normaliser":
-        """With more `observations`, [..., obs], by the parallel formula for moments."""
-        flat = observations.reshape(-1, observations.shape[-1])
-        count = self.count + len(flat)
-        shift = flat.mean(0) - self.mean
-        mean = self.mean + shift * len(flat) / count
-        squares = self.variance * self.count + flat.var(0) * len(flat) + shift**2 * self.count * len(flat) / count
-        return Normaliser(count=count, mean=mean, variance=squares / count)
-
-
-def input_size(spec: EnvSpec) -> int:
-    """Length of what a network is given."""
-    return sum(spec.observation.sizes) if isinstance(spec.observation, Grid) else spec.observation.size
-
-
-def encode(observation: jax.Array, spec: EnvSpec, normaliser: Normaliser | None) -> jax.Array:
-    """What a network is given: each coordinate of a cell as one-hot, or the normalised vector."""
-    if isinstance(spec.observation, Grid):
-        parts = [jax.nn.one_hot(observation[..., i], n) for i, n in enumerate(spec.observation.sizes)]
-        return jnp.concatenate(parts, -1)
-    assert normaliser is not None
-    return normaliser(observation)
-
-
-def distribution(out: jax.Array, log_std: jax.Array | None) -> Distribution:
-    """π from the actor's output."""
-    if log_std is None:
-        return Categorical(logits=out)
-    return TanhNormal(mean=out, log_std=jnp.broadcast_to(jnp.clip(log_std, *LOG_STD), out.shape))
-
-
-class MlpAgent(eqx.Module):
-    """Acts by the actor network on the observation alone, whatever the budget."""
-
-    net: Net
-    log_std: jax.Array | None  # [action], of continuous actions
-    normaliser: Normaliser | None  # of real-valued observations
-    spec: EnvSpec = eqx.field(static=True)
-    temperature: float = eqx.field(static=True, default=1.0)  # 0: greedy
-
-    @classmethod
-    def build(cls, spec: EnvSpec, hidden: tuple[int, ...]) -> "MlpAgent":
-        """An agent of this form, its arrays to be filled in."""
-        outputs, log_std = _outputs(spec)
-        return cls(
-            net=Net(input_size(spec), hidden, outputs, jax.random.key(0)),
-            log_std=log_std,
-            normaliser=_normaliser(spec),
-            spec=spec,
-        )
-
-    def init(self, tasks: PyTree, rows: int) -> None:
-        """No memory."""
-
-    def extend(self, memory: None, steps: int) -> None:
-        """No memory."""
-
-    def act(self, memory: None, token: Token, key: Key) -> tuple[None, jax.Array, PyTree]:
-        """A sampled action, or the most probable one."""
-        policy = distribution(self.net(encode(token.observation, self.spec, self.normaliser)), self.log_std)
-        if self.temperature == 0:
-            return None, policy.mode(), None
-        policy = policy if self.temperature == 1 else policy.tempered(self.temperature)
-        return None, policy.sample(key), None
-
-
-def _outputs(spec: EnvSpec) -> tuple[int, jax.Array | None]:
-    """Length of the actor's output, and an array like log σ where there is one."""
-    if isinstance(spec.action, Discrete):
-        return spec.action.n, None
-    return spec.action.size, jnp.zeros(spec.action.size)
-
-
-def _normaliser(spec: EnvSpec) -> Normaliser | None:
-    return Normaliser.start(spec.observation.size) if isinstance(spec.observation, Box) else None
 
 
 # -- one learner --------------------------------------------------------------------------------------------
@@ -289,7 +172,7 @@ class Learner:
     def init(self, key: Key, task: PyTree) -> LearnerState:
         """Fresh networks, and the first episodes' starts."""
         config, (net_key, reset_key, key) = self.config, jax.random.split(key, 3)
-        outputs, log_std = _outputs(self.spec)
+        outputs, log_std = action_outputs(self.spec)
         make = lambda k: Net(input_size(self.spec), config.hidden, outputs, k)  # noqa: E731
         params = Params(
             nets=eqx.filter_vmap(make)(jax.random.split(net_key, 3)),
@@ -300,7 +183,7 @@ class Learner:
         return LearnerState(
             params=params,
             optimiser=self.optimiser.init(params),
-            normaliser=_normaliser(self.spec),
+            normaliser=first_normaliser(self.spec),
             scale=jnp.ones(2),
             multiplier=jnp.float32(config.multiplier),
             recent=jnp.zeros(3),
@@ -364,9 +247,7 @@ class Learner:
 
         def policy(observation: jax.Array) -> Distribution:
             if table is not None:
-                return distribution(
-                    table[self.cell(observation)], None if params.log_std is None else params.log_std
-                )
+                return distribution(table[self.cell(observation)], params.log_std)
             return distribution(actor(encode(observation, self.spec, state.normaliser)), params.log_std)
 
         def step(worlds: Worlds, keys: Key) -> tuple[Worlds, Rollout]:
@@ -405,15 +286,8 @@ class Learner:
         # A truncated episode would have gone on: its last step is worth what the true final observation is.
         error = signal + discount * ~played.terminated * ahead - values
         decay = discount * config.trace * ~played.done
-
-        def back(later: jax.Array, now: tuple) -> tuple[jax.Array, jax.Array]:
-            error, decay = now
-            advantage = error + decay * later
-            return advantage, advantage
-
-        backwards = (jnp.moveaxis(error, 1, 0), jnp.moveaxis(decay, 1, 0))  # [time, 2, env]
-        advantages = jax.lax.scan(back, jnp.zeros_like(error[:, 0]), backwards, reverse=True)[1]
-        advantages = jnp.moveaxis(advantages, 0, 1)
+        by_env = [jnp.moveaxis(x, 1, -1) for x in (decay, error)]  # [2, env, time]
+        advantages = jnp.moveaxis(linear_recurrence(*by_env), -1, 1)
         targets = values + advantages
 
         reward, cost = (x - x.mean() for x in advantages)

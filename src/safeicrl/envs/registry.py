@@ -1,7 +1,8 @@
 """Name → environment. One dictionary; `register` adds to it."""
 
 import dataclasses
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from safeicrl.envs.api import Env
@@ -46,3 +47,18 @@ def make_env(name: str, /, **parameters: Any) -> Env:
         if known is not None and parameter not in known:
             raise unknown_name(f"parameter of {name}", parameter, known)
     return ENVS[name](**parameters)
+
+
+def parse_parameters(pairs: Iterable[str], what: str) -> dict[str, Any]:
+    """`size=5 split=test` as parameters for `make_env`; lists become tuples, since environments must hash."""
+    parameters = {}
+    for text in pairs:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UserError(f"{what} takes name=value pairs, got {text!r}")
+        try:
+            parsed = json.loads(value)
+        except ValueError:
+            parsed = value
+        parameters[name] = tuple(parsed) if isinstance(parsed, list) else parsed
+    return parameters

@@ -1,9 +1,7 @@
 """What environments made of another one share: its name, its parameters, and every method passed on."""
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 
@@ -30,9 +28,9 @@ class Wrapped:
     @cached_property
     def inner(self) -> Env:
         """The other environment."""
-        from safeicrl.envs.registry import make_env  # here, because the registry knows this class
+        from safeicrl.envs.registry import make_env, parse_parameters  # here: the registry knows this class
 
-        return make_env(self.name, **dict(self._parameter(text) for text in self.args))
+        return make_env(self.name, **parse_parameters(self.args, self.what))
 
     @property
     def spec(self) -> EnvSpec:
@@ -54,14 +52,3 @@ class Wrapped:
     def task_features(self, task: PyTree) -> jax.Array:
         """The environment's own."""
         return self.inner.task_features(task)
-
-    def _parameter(self, text: str) -> tuple[str, Any]:
-        """`size=5` as a name and a value, which must hash."""
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise UserError(f"args of {self.what} are name=value pairs, got {text!r}")
-        try:
-            parsed = json.loads(value)
-        except ValueError:
-            return name, value
-        return name, tuple(parsed) if isinstance(parsed, list) else parsed

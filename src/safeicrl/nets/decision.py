@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from safeicrl.envs.api import Box, Discrete, EnvSpec, Grid, Key, record
 from safeicrl.errors import UserError, check_integer, check_number
-from safeicrl.nets.layers import MLP, LayerNorm, Linear
+from safeicrl.nets.layers import MLP, LayerNorm, Linear, one_hot_cell
 
 RAMPS = 6  # of a number to go, each half as wide as the one before: small budgets are told apart as well as large
 
@@ -133,7 +133,7 @@ class Encoder(eqx.Module):
 def _scaled(observation: jax.Array, space: Grid | Box, scales: Scales) -> jax.Array:
     if isinstance(space, Box):
         return jnp.clip((observation - scales.mean) / scales.deviation, -10, 10)
-    return jnp.concatenate([jax.nn.one_hot(observation[..., i], n) for i, n in enumerate(space.sizes)], -1)
+    return one_hot_cell(observation, space.sizes)
 
 
 def _ramps(value: jax.Array, greatest: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from safeicrl.envs.api import Box, Discrete, EnvSpec, Grid, Key, centre_and_half, record
 from safeicrl.errors import UserError, check_integer
 from safeicrl.nets.attention import attend, attend_step
-from safeicrl.nets.layers import MLP, LayerNorm, Linear
+from safeicrl.nets.layers import MLP, LayerNorm, Linear, one_hot_cell
 from safeicrl.tokens import Token
 
 CTG_SCALES = 6  # ramps of the remaining budget, each half as wide as the one before
@@ -92,8 +92,7 @@ def featurise(token: Token, spec: EnvSpec) -> jax.Array:
 def _observation(observation: jax.Array, space: Grid | Box) -> jax.Array:
     if isinstance(space, Box):
         return observation.astype(jnp.float32)
-    one_hot = [jax.nn.one_hot(observation[..., i], n) for i, n in enumerate(space.sizes)]
-    return jnp.concatenate(one_hot, -1)
+    return one_hot_cell(observation, space.sizes)
 
 
 def feature_size(spec: EnvSpec) -> int:
