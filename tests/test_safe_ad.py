@@ -408,12 +408,15 @@ def test_the_command_line_collects_them(tmp_path, capsys):
     assert "unknown maker of histories 'nobody'; known: eps, ppo-lag" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["darkroom-safe-ad", "darkroom-safe-ad-small", "point-safe-ad"])
+@pytest.mark.parametrize(
+    "name", ["darkroom-safe-ad", "darkroom-safe-ad-tuned", "darkroom-safe-ad-small", "point-safe-ad"]
+)
 def test_presets_are_the_papers_tables(name):
     if name == "point-safe-ad":
         pytest.importorskip("mujoco")
     algo = preset(name).algo
     sizes = (algo.net.embedding, algo.net.width, algo.net.layers, algo.net.heads, algo.net.context, algo.batch)
-    table = {"darkroom-safe-ad": (64, 512, 8, 8, 100, 512), "point-safe-ad": (512, 256, 8, 8, 200, 128)}
+    room, point = (64, 512, 8, 8, 100, 512), (512, 256, 8, 8, 200, 128)
+    table = {"darkroom-safe-ad": room, "darkroom-safe-ad-tuned": room, "point-safe-ad": point}
     assert sizes == table.get(name, sizes)
     assert algo_name(algo) == "safe-ad"
