@@ -11,6 +11,7 @@ import pytest
 
 from safeicrl import checkpoint
 from safeicrl.errors import UserError
+from safeicrl.results import Results
 
 
 def tree():
@@ -174,6 +175,34 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write"):
         checkpoint.save(tmp_path / "file" / "x.safetensors", {"x": jnp.zeros(1)}, kind="checkpoint", meta={})
+
+
+def save_policy(path, value: float) -> None:
+    """A policy whose four files all carry `value`."""
+    numbers = np.full((2, 3), value)
+    evaluation = Results(returns=numbers, costs=numbers, lengths=numbers, budgets=numbers[:, 0], meta={"is": value})
+    card = {"kind": "net", "env": {}, "is": value}
+    checkpoint.save_policy(path, {"x": jnp.full(4, value)}, card, evaluation)
+
+
+@pytest.mark.parametrize("full_at", ["p.safetensors", "p.json", "p-evaluation.npz", "p-evaluation.json"])
+def test_a_disk_that_fills_up_never_leaves_files_of_two_policies(tmp_path, monkeypatch, full_at):
+    path = tmp_path / "runs" / "p.safetensors"
+    contents = lambda: {file.name: file.read_bytes() for file in path.parent.iterdir()}  # noqa: E731
+    save_policy(path, 1.0)
+    before = contents()
+    assert len(before) == 4
+    with monkeypatch.context() as patch:
+        opened = lambda name, *a: FullDisk(open(name, *a)) if f".{full_at}." in str(name) else open(name, *a)  # noqa: E731, SIM115
+        patch.setattr("safeicrl.files.open", opened, raising=False)
+        with pytest.raises(UserError) as error:
+            save_policy(path, 2.0)
+    assert str(error.value) == f"cannot write {path.parent / full_at}: the disk is full"
+    assert contents() == before
+    save_policy(path, 2.0)
+    after = contents()
+    assert after.keys() == before.keys()
+    assert all(after[name] != before[name] for name in before)
 
 
 def test_cards_are_checked(tmp_path):

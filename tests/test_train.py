@@ -17,12 +17,13 @@ from safeicrl import checkpoint
 from safeicrl.algos.api import METRICS
 from safeicrl.errors import UserError
 from safeicrl.log import read_metrics
-from safeicrl.results import Summary
+from safeicrl.results import Summary, load_results, results_equal
 from safeicrl.signals import StopRequest
 from safeicrl.train import EvalConfig, TrainConfig, rank, train
 
 ALGORITHM = TableAlgorithm(env=ROOM, config=TableConfig())
 EVALUATION = EvalConfig(every=0, tasks=20, rows=20)
+EVERY = EvalConfig(every=1, tasks=20, rows=20)
 
 
 def config(**changes):
@@ -45,6 +46,12 @@ def timeless(folder: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if k not in clock} for line in read_metrics(folder / "metrics.jsonl")]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run whose policy is evaluated after every iteration."""
+    return train(ALGORITHM, config(evaluation=EVERY), out=tmp_path_factory.mktemp("whole")).folder
+
+
 def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
     evaluation = EvalConfig(every=3, tasks=20, rows=20)
     train(ALGORITHM, config(evaluation=evaluation), out=tmp_path / "whole")
@@ -54,8 +61,53 @@ def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
     assert int(arrays(tmp_path / "parts")["step"]) == 6
     same_arrays(tmp_path / "whole", tmp_path / "parts")
     assert timeless(tmp_path / "whole") == timeless(tmp_path / "parts")
-    best = "best-seed0.safetensors"
-    assert (tmp_path / "whole" / best).read_bytes() == (tmp_path / "parts" / best).read_bytes()
+    same_best(tmp_path / "whole", tmp_path / "parts")
+
+
+def same_best(one: Path, other: Path) -> None:
+    """The same policy, and the evaluation and the card that belong to it."""
+    assert (one / "best-seed0.safetensors").read_bytes() == (other / "best-seed0.safetensors").read_bytes()
+    assert results_equal(*(load_results(folder / "best-seed0-evaluation") for folder in (one, other)))
+    cards = [checkpoint.read_card(folder / "best-seed0.safetensors") for folder in (one, other)]
+    assert cards[0]["training"]["iteration"] == cards[1]["training"]["iteration"]
+    assert cards[0]["evaluation"]["summary"] == cards[1]["evaluation"]["summary"]
+
+
+@pytest.mark.parametrize("at", ["best-seed0.json", "best-seed0-evaluation.json"])
+def test_a_run_killed_between_the_files_of_its_best_policy_mends_them(whole, tmp_path, monkeypatch, at):
+    replace, seen = os.replace, []
+
+    def killed(source, target):
+        seen.append(target)
+        if seen.count(tmp_path / at) == 2:  # the second best policy's
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(ALGORITHM, config(evaluation=EVERY), out=tmp_path)
+    assert int(arrays(tmp_path)["step"]) < 6
+    train(ALGORITHM, config(evaluation=EVERY), out=tmp_path, resume=True)
+    same_best(whole, tmp_path)
+    assert sorted(path.name for path in whole.iterdir()) == sorted(path.name for path in tmp_path.iterdir())
+
+
+def test_the_evaluation_that_chose_the_best_policy_is_kept(whole):
+    found, card = load_results(whole / "best-seed0-evaluation"), checkpoint.read_card(whole / "best-seed0.json")
+    log = [line for line in read_metrics(whole / "metrics.jsonl") if "eval/total_return" in line]
+    safe = lambda line: line["eval/over_budget"] <= EVERY.tolerance  # noqa: E731
+    best = max(
+        log, key=lambda line: (safe(line), line["eval/total_return"] if safe(line) else -line["eval/over_budget"])
+    )
+    assert 1 < best["iteration"] < 6, "neither the first nor the last is to be the best"
+    assert found.meta["iteration"] == card["training"]["iteration"] == best["iteration"]
+    assert found.returns.shape == (20, ROOM.episodes)
+    assert found.returns.sum(axis=1).mean() == pytest.approx(best["eval/total_return"])
+    assert found.over.mean() == pytest.approx(best["eval/over_budget"])
+    assert card["evaluation"] == {**found.meta, "summary": card["evaluation"]["summary"]}
+    assert found.label == f"{whole.name}, in training"
+    assert "temperature" not in card
 
 
 KILLED = """

@@ -6,7 +6,9 @@ or refused with one line. Arrays are named by their path in the pytree; nothing 
 
 import hashlib
 import json
+import os
 import struct
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
 from safeicrl.envs.api import PyTree
 from safeicrl.errors import UserError
-from safeicrl.files import atomic_write, plain, read_json, write_json
+from safeicrl.files import atomic_write, make_folder, plain, read_json, write_json
+from safeicrl.results import Results, save_results
 from safeicrl.version import VERSION
 
 FORMAT = 1  # raised when a file of the old form can no longer be read
@@ -190,10 +193,28 @@ def _key_impl(like: Any) -> Any:
     return found[0]
 
 
-def save_policy(path: Path, agent: PyTree, card: dict[str, Any]) -> None:
-    """Release a policy: `<path>.safetensors` with the agent's arrays, `<path>.json` with its card."""
-    save(path, agent, kind="policy", meta={})
-    write_json(path.with_suffix(".json"), {**card, "format": FORMAT})
+def save_policy(path: Path, agent: PyTree, card: dict[str, Any], evaluation: Results | None = None) -> None:
+    """Release a policy: `<name>.safetensors` with the agent's arrays, `<name>.json` with its card.
+
+    The `evaluation` that the card speaks of goes beside it as ordinary results, `<name>-evaluation.npz` + `.json`.
+    All are on the disk before the first takes its place: a full disk never leaves files of two policies.
+    """
+    make_folder(path.parent)
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{path.stem}.", dir=path.parent) as folder:
+            new = Path(folder) / path.name
+            try:
+                save(new, agent, kind="policy", meta={})
+                write_json(new.with_suffix(".json"), {**card, "format": FORMAT})
+                files = [new, new.with_suffix(".json")]
+                if evaluation is not None:
+                    files += save_results(evaluation, new.with_name(f"{path.stem}-evaluation"))
+            except UserError as error:  # that names the file's place for the time being
+                raise UserError(str(error).replace(str(new.parent), str(path.parent))) from None
+            for file in files:
+                os.replace(file, path.with_name(file.name))
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def read_card(path: Path) -> dict[str, Any]:

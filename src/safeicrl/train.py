@@ -1,8 +1,9 @@
 """The host loop: one jitted chunk of iterations after another; log, evaluate, keep the best, save, resume.
 
 A run is a folder: config.json, metrics.jsonl, checkpoint.safetensors (the whole train state) and, per seed, the
-best policy so far (best-seed0.safetensors + .json). Killing the process at any moment loses at most what came
-after the last checkpoint; resumed from there it repeats, on a CPU bit for bit, what it would have done.
+best policy so far (best-seed0.safetensors + .json) with the evaluation that chose it (best-seed0-evaluation.npz +
+.json, results like any other). Killing the process at any moment loses at most what came after the last checkpoint;
+resumed from there it repeats, on a CPU bit for bit, what it would have done.
 """
 
 import dataclasses
@@ -42,7 +43,7 @@ class EvalConfig:
     tasks: int = 100  # unseen ones, a trial each
     episodes: int | None = None  # K by default
     seed: int = 1000  # apart from the default seed of `evaluate`: the best is not chosen on the final rooms
-    temperature: float | None = None  # the agent's own by default
+    temperature: float | None = None  # of actions, here and by the best policy's card; the agent's own by default
     wipe: bool = False  # forget at every episode: for an agent that was trained on single ones
     rows: int | None = None  # trials at a time; as `evaluate` chooses by default
     segments: int = 8  # stages in which the KV cache grows
@@ -435,14 +436,17 @@ def _evaluate(
         agent, how = with_options(algorithm.env, own, temperature=options.temperature, wipe=options.wipe)
         found = evaluate(
             algorithm.env, agent, tasks=options.tasks, episodes=options.episodes, seed=options.seed,
-            rows=options.rows, segments=options.segments, label=f"seed {seed}", meta=how,
+            rows=options.rows, segments=options.segments,
+            label=f"{folder.resolve().name}, in training",  # all seeds alike: they are drawn as one agent
+            meta={"agent": f"seed {seed}", "iteration": status.iteration, **how},
         )  # fmt: skip
         results.append(found)
         summary, best = summarise(found), status.best[index]
         if best is None or rank(summary, options.tolerance) > rank(Summary(**best["summary"]), options.tolerance):
             status.best[index] = {"iteration": status.iteration, "summary": dataclasses.asdict(summary)}
             card = _card(algorithm, config, status, found, seed)
-            checkpoint.save_policy(_policy_path(folder, seed), own, card)
+            # the checkpoint comes after: a run killed in between does this again when it is resumed
+            checkpoint.save_policy(_policy_path(folder, seed), own, card, found)
     _log_evaluation([summarise(found) for found in results], status, sinks, terminal)
     return results
 
@@ -482,10 +486,11 @@ def _policy_path(folder: Path, seed: int) -> Path:
 
 def _card(algorithm: Algorithm, config: TrainConfig, status: Status, results: Results, seed: int) -> dict[str, Any]:
     """What a released policy says about itself."""
-    described = _describe(algorithm, config)
+    described, temperature = _describe(algorithm, config), config.evaluation.temperature
     return {
         **algorithm.card(),
         "env": described["env"],
+        **({} if temperature is None else {"temperature": temperature}),  # it acts as when it was chosen
         "training": {
             **{name: described[name] for name in ("algo", "train", "command", "device", "safeicrl", "jax", "date")},
             "seed": seed,
