@@ -19,6 +19,7 @@ from safeicrl.demo import contenders, replay, run
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.errors import UserError
 from safeicrl.log import read_metrics
+from safeicrl.policy import load_policy
 from safeicrl.presets import Experiment, load_experiment
 from safeicrl.report import group
 from safeicrl.results import load_results, results_equal
@@ -107,7 +108,7 @@ def test_help_and_version(capsys):
     shown = capsys.readouterr().out
     assert main(["help"]) == 0
     assert capsys.readouterr().out == shown
-    for name in ("train", "evaluate", "compare", "plot", "demo", "list"):
+    for name in ("train", "evaluate", "export", "compare", "plot", "demo", "list"):
         assert f"  {name} " in shown
     assert main(["--version"]) == 0
     assert VERSION in capsys.readouterr().out
@@ -125,7 +126,7 @@ NO_HELP = re.compile(r"(--[\w.-]+)(?:, --[\w.-]+)?(?: (?:\{[^}]*\}(?:\|\S+)*|[A-
 
 @pytest.mark.parametrize(
     "args",
-    ["evaluate", "collect", "plot", "demo", *(f"train --preset {name}" for name in presets.PRESETS)],
+    ["evaluate", "export", "collect", "plot", "demo", *(f"train --preset {name}" for name in presets.PRESETS)],
 )
 def test_every_option_has_a_line_of_help(capsys, args):
     with pytest.raises(SystemExit):
@@ -202,6 +203,47 @@ def test_every_seed_of_a_run_is_evaluated(tmp_path, capsys):
     assert main(["evaluate", str(run / "best-seed10"), "--tasks", "20", "--greedy", "--out", str(one)]) == 0
     assert results_equal(load_results(one), found[10])
     assert load_results(one).label == "mine"
+
+
+@pytest.mark.usefixtures("table_kind")
+def test_a_policy_acts_as_in_the_evaluation_that_chose_it(tmp_path, capsys):
+    run, results = tmp_path / "run", tmp_path / "results"
+    # the table's preferences are near 0: at a temperature of 1 its actions are nearly uniform
+    assert main(["train", "--preset", "table", "--evaluation.temperature", "0.01", "--out", str(run)]) == 0
+    kept = load_results(run / "best-seed0-evaluation")
+    for options, actions in (
+        ("", "sampled, temperature 0.01"),
+        ("--temperature 1", "sampled, temperature 1"),
+        ("--greedy", "greedy"),
+    ):
+        capsys.readouterr()
+        command = f"evaluate {run} --tasks 20 --rows 20 --seed 1000 --out {results} {options}"
+        assert main(command.split()) == 0
+        found = load_results(results)
+        assert f"seed 0: actions {actions}, context kept" in capsys.readouterr().out
+        assert found.meta["actions"] == found.meta["card"]["actions"] == actions
+        assert results_equal(found, kept) == (options == "")
+    assert kept.meta["actions"] == "sampled, temperature 0.01"
+    assert load_policy(run).card["actions"] == "sampled, temperature 0.01"
+
+
+def test_what_chose_a_runs_best_policies_is_drawn_and_compared_like_any_results(tmp_path, capsys):
+    run, figures = tmp_path / "run", tmp_path / "figures"
+    assert main(["train", "--preset", "table", "--seeds", "2", "--out", str(run)]) == 0
+    kept = sorted(str(path) for path in run.glob("*.npz"))
+    assert [Path(path).name for path in kept] == ["best-seed0-evaluation.npz", "best-seed1-evaluation.npz"]
+    assert len(group([load_results(path) for path in kept])) == 1  # seeds of one agent
+    assert main(["plot", *kept, "--out", str(figures)]) == 0
+    assert (figures / "episodes.png").stat().st_size > 5000
+    assert list(policies.run_policies(run)) == [0, 1]
+    lines = {}
+    for name in ("planner", "random"):
+        lines[name] = str(tmp_path / name)
+        room = "--env-args size=3 obstacles=2 max_steps=5 episodes=4 --budgets 1 3 --tasks 20 --rows 20 --seed 1000"
+        assert main(["evaluate", "--agent", name, *room.split(), "--out", lines[name]]) == 0
+    capsys.readouterr()
+    assert main(["compare", *kept, "--upper", lines["planner"], "--lower", lines["random"]]) == 0
+    assert capsys.readouterr().out.count("run, in training") == 2
 
 
 @pytest.mark.usefixtures("table_kind")

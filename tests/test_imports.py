@@ -19,7 +19,7 @@ LAYERS = (
     ("optimisers",),
     ("algos",),
     ("train", "evaluate"),
-    ("policy", "contenders", "presets", "plots", "report", "animation", "film"),
+    ("policy", "contenders", "presets", "plots", "report", "animation", "film", "export"),
     ("robots", "demo", "collect", "demonstrations"),
     ("cli", "play", "__main__", "__init__"),
 )

@@ -1,4 +1,4 @@
-"""The command line: safeicrl train | collect | evaluate | compare | plot | demo | list.
+"""The command line: safeicrl train | collect | evaluate | export | compare | plot | demo | list.
 
 A mistake in what was asked for is one line on stderr and exit code 2; a traceback is always a bug.
 """
@@ -298,6 +298,45 @@ def _contenders(asked: Evaluate) -> dict[str, Any]:
     return {name: reference(name, env, wipe=asked.wipe)}
 
 
+# -- export -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Write one policy and its card, to take elsewhere or to ship."""
+
+    # name or path of a policy, or folder of a run
+    policy: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="POLICY")] = None
+    out: Path | None = None  # file to write: OUT.safetensors, and its card OUT.json
+    seed: int | None = None  # of a run; by default the one whose evaluation, as its card says, is the best
+    name: str | None = None  # what tables and figures call it
+    description: str | None = None  # what it is, for the card
+    temperature: float | None = None  # of its actions; what its card says by default
+    limit: tuple[str, ...] = ()  # more of what it cannot do, added to the card's limits
+    evaluation: Path | None = None  # results of safeicrl evaluate for the card, instead of those of training
+    overwrite: bool = False  # replace what is there
+
+
+def export(args: list[str]) -> None:
+    """Write one policy and its card, to take elsewhere or to ship."""
+    from safeicrl.export import export_policy
+    from safeicrl.policy import load_policy
+
+    asked = _parse("export", Export, args)
+    if asked.policy is None or asked.out is None:
+        raise UserError("export needs a policy (name, path or run folder) and a file, as in export RUN --out FILE")
+    path = export_policy(
+        asked.policy, asked.out, seed=asked.seed, name=asked.name, description=asked.description,
+        temperature=asked.temperature, limits=asked.limit, evaluation=asked.evaluation, overwrite=asked.overwrite,
+    )  # fmt: skip
+    card = load_policy(path).card
+    print(f"wrote {path} and {path.with_suffix('.json')}: {card['exported']['from']}, actions {card['actions']}")
+    evaluated = card.get("evaluation", {}).get("actions", card["actions"])
+    if evaluated != card["actions"]:
+        print(f"but its card's evaluation is of actions {evaluated}: --temperature or --evaluation make them agree")
+    print(f"load it:  policy = safeicrl.load_policy({str(path)!r})")
+
+
 # -- compare, plot, demo, list -------------------------------------------------------------------------------
 
 
@@ -400,6 +439,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": train,
     "collect": collect,
     "evaluate": evaluate,
+    "export": export,
     "compare": compare,
     "plot": plot,
     "demo": demo,

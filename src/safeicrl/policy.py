@@ -33,7 +33,7 @@ PRETRAINED = Path(__file__).parent / "pretrained"
 
 def load_policy(name_or_path: str | Path, *, temperature: float | None = None, greedy: bool = False) -> "Policy":
     """A released policy by name, by the path of its files, or the best one of the lowest seed in a run's folder."""
-    path = _find(name_or_path)
+    path = find_policy(name_or_path)
     card = checkpoint.read_card(path)
     env, agent = load_agent(path, card)
     if temperature is None and not greedy:
@@ -56,7 +56,8 @@ def run_policies(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def _find(name_or_path: str | Path) -> Path:
+def find_policy(name_or_path: str | Path) -> Path:
+    """The file of a policy, however it is called: see `load_policy`."""
     text, path = str(name_or_path), Path(name_or_path)
     if text in policy_names():
         return PRETRAINED / f"{text}.safetensors"

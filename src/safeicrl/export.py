@@ -1,0 +1,130 @@
+"""A policy to take elsewhere or to ship: one file and its card, out of a run, another file or by its name."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safeicrl import checkpoint
+from safeicrl.config import env_from_plain
+from safeicrl.envs.api import Env
+from safeicrl.errors import UserError
+from safeicrl.evaluate import describe_env, surroundings, with_options
+from safeicrl.policy import PRETRAINED, find_policy, load_agent, policy_names, run_policies
+from safeicrl.results import Summary, load_results, summarise
+from safeicrl.train import rank
+
+
+def export_policy(
+    name_or_path: str | Path,
+    out: str | Path,
+    *,
+    seed: int | None = None,
+    name: str | None = None,
+    description: str | None = None,
+    temperature: float | None = None,
+    limits: Sequence[str] = (),
+    evaluation: str | Path | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a policy, unchanged, and its card with what is given here; returns the file's path.
+
+    Of a run's folder, the best policy of `seed`, by default of `best_seed`. `evaluation` is a results file of this
+    policy, acting as it will by its card, that takes the place of the evaluation in training.
+    """
+    target, source = _target(Path(out), overwrite), _source(name_or_path, seed)
+    card = checkpoint.read_card(source)
+    env, agent = load_agent(source, card)
+    given = {"name": name, "description": description, "temperature": temperature}
+    for what, text in (("name", name), ("description", description), *(("limit", limit) for limit in limits)):
+        if text is not None and not text.strip():
+            raise UserError(f"the {what} of a policy must be words, got {text!r}")
+    changes = {key: value for key, value in given.items() if value is not None}
+    card = {**changes, **card, **changes}  # a name comes first
+    _, how = with_options(env, agent, temperature=card.get("temperature"))
+    if evaluation is not None:
+        card["evaluation"] = _evaluation(Path(evaluation), env, card, how)
+    card["limits"] = [*card.get("limits", []), *limits]
+    where = surroundings()
+    origin = source.stem if source.parent == PRETRAINED else str(source)
+    card["exported"] = {"from": origin, **{key: where[key] for key in ("command", "date", "safeicrl")}}
+    checkpoint.save_policy(target, agent, card)
+    return target
+
+
+def best_seed(folder: Path) -> int:
+    """The seed of a run whose best policy ranks first, by the trainer's own rule and what the cards say."""
+    policies = run_policies(folder)
+    if len(policies) == 1:
+        return next(iter(policies))
+
+    def place(seed: int) -> tuple[bool, float]:
+        card = checkpoint.read_card(policies[seed])
+        try:
+            tolerance = card["training"]["train"]["evaluation"]["tolerance"]
+            return rank(Summary(**card["evaluation"]["summary"]), tolerance)
+        except (KeyError, TypeError):
+            raise UserError(
+                f"{policies[seed].with_suffix('.json')} has no evaluation to choose a seed by: give one, --seed"
+            ) from None
+
+    return max(policies, key=place)
+
+
+def _source(name_or_path: str | Path, seed: int | None) -> Path:
+    folder = Path(name_or_path)
+    if str(name_or_path) in policy_names() or not folder.is_dir():
+        source = find_policy(name_or_path)
+        if seed is not None:
+            raise UserError(f"{name_or_path} is one policy: leave out --seed {seed}, which chooses one of a run's")
+        return source
+    policies = run_policies(folder)
+    seed = best_seed(folder) if seed is None else seed
+    if seed not in policies:
+        raise UserError(f"{folder} has no policy of seed {seed}; it has those of {', '.join(map(str, policies))}")
+    return policies[seed]
+
+
+def _target(out: Path, overwrite: bool) -> Path:
+    """The file to write, with its extension, if it may be."""
+    if out.is_dir() or out.name in ("", ".."):
+        raise UserError(f"--out must name the file to write, got the folder {str(out)!r}")
+    stem = out.with_suffix("") if out.suffix in (".safetensors", ".json") else out
+    path = stem.with_name(f"{stem.name}.safetensors")
+    for file in (path, path.with_suffix(".json")):
+        if file.exists() and not overwrite:
+            raise UserError(f"{file} exists: choose another --out, or --overwrite")
+    return path
+
+
+def _evaluation(path: Path, env: Env, card: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
+    """What a card says of a results file, if that is one of this policy as it acts in its own environment."""
+    results = load_results(path)
+    meta = results.meta
+    evaluated, described = meta.get("card"), meta.get("env")
+    if not isinstance(evaluated, dict) or not isinstance(described, dict):
+        who = meta.get("agent", results.label)
+        raise UserError(f"{path} is no result of safeicrl evaluate POLICY, but of {who}")
+    theirs = env_from_plain(described["name"], described["parameters"])
+    if theirs != env:
+        ours, other = ({"name": each["name"], **each["parameters"]} for each in map(describe_env, (env, theirs)))
+        which = next(key for key in {**ours, **other} if ours.get(key) != other.get(key))
+        raise UserError(
+            f"{path} is of another environment than the policy's: {which} {other.get(which)}, not {ours.get(which)}"
+        )
+    if _training(evaluated) != _training(card):
+        raise UserError(f"{path} is the evaluation of another policy, {meta.get('agent')}: their training differs")
+    # a policy that was trained on single episodes was chosen, and is evaluated, with its context wiped
+    expected = {"actions": how["actions"], "context": card.get("evaluation", {}).get("context", how["context"])}
+    for what, ours in expected.items():
+        if meta.get(what) != ours:
+            raise UserError(f"{path} is of another way to act: {what} {meta.get(what)}; the policy's: {ours}")
+    kept = {key: value for key, value in meta.items() if key != "card"}
+    return {**kept, "summary": dataclasses.asdict(summarise(results))}
+
+
+def _training(card: dict[str, Any]) -> list[dict[str, Any]]:
+    """What tells policies apart: how, when and for how long each stage was trained, wherever its folder lay."""
+    stages = card.get("training") or {}
+    stages = stages if isinstance(stages, list) else [stages]
+    return [{key: value for key, value in stage.items() if key != "command"} for stage in stages]

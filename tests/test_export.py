@@ -1,0 +1,184 @@
+"""Policies to take elsewhere: the same actions, a card that says what is true, and one line for every mistake."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+from standin import ROOM, TableAgent
+
+from safeicrl import checkpoint, load_policy
+from safeicrl import policy as policies
+from safeicrl.cli import main
+from safeicrl.evaluate import describe_env
+from safeicrl.export import best_seed, export_policy
+from safeicrl.results import Results, Summary, load_results, results_equal, save_results, summarise
+
+TOLERANCE = 0.03
+
+
+def agent(seed: int) -> TableAgent:
+    return TableAgent(table=jax.random.normal(jax.random.key(seed), (9, 5)), size=3)
+
+
+def card(seed: int, total: float, over: float) -> dict:
+    summary = Summary(
+        total_return=total, total_return_error=0.0, last_return=0.0, over_budget=over, over_budget_last=0.0,
+        cost=0.0, by_budget={}, over_by_budget={}, episodes=4, tasks=20,
+    )  # fmt: skip
+    return {
+        "kind": "table",
+        "env": describe_env(ROOM),
+        "temperature": 0.5,
+        "training": {"train": {"evaluation": {"tolerance": TOLERANCE}}, "command": "train", "seed": seed},
+        "evaluation": {"actions": "sampled, temperature 0.5", "summary": dataclasses.asdict(summary)},
+        "limits": ["a toy"],
+    }
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run of three seeds: the most return at too many violations, the best, the safest."""
+    monkeypatch.setitem(policies.KINDS, "table", lambda card, env: agent(0))
+    folder = tmp_path / "run"
+    for seed, (total, over) in {3: (9.0, 0.04), 10: (2.0, 0.03), 11: (1.0, 0.01)}.items():
+        checkpoint.save_policy(folder / f"best-seed{seed}.safetensors", agent(seed), card(seed, total, over))
+    return folder
+
+
+def actions(policy, seed: int) -> list[list[int]]:
+    """Of a batch that walks over every cell; the more rows, the less two temperatures can agree by chance."""
+    policy.start(budget=2, batch=64, seed=seed)
+    cells = [np.tile((row, column), (64, 1)) for row in range(3) for column in range(3)]
+    first = policy.act(cells[0])
+    return [first.tolist(), *(policy.act(cell, np.zeros(64), np.zeros(64), True).tolist() for cell in cells[1:])]
+
+
+@pytest.mark.filterwarnings("ignore::safeicrl.errors.BeyondTraining")
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.1}, {"temperature": 0.0}])
+def test_an_exported_policy_acts_bit_for_bit_as_before(run, tmp_path, changes):
+    path = export_policy(run, tmp_path / "new" / "mine.v2", **changes)
+    assert path == tmp_path / "new" / "mine.v2.safetensors"
+    assert path.read_bytes() == (run / "best-seed10.safetensors").read_bytes()
+    exported, source = load_policy(path), load_policy(run / "best-seed10", **changes)
+    assert exported.card["actions"] == source.card["actions"]
+    assert actions(exported, 3) == actions(source, 3)
+    own = load_policy(run / "best-seed10")
+    assert (actions(exported, 3) == actions(own, 3)) == (not changes)
+    again = load_policy(export_policy(path, tmp_path / "again"))
+    assert actions(again, 3) == actions(exported, 3)
+
+
+def test_the_card_says_what_it_is(run, tmp_path, capsys):
+    out = tmp_path / "mine.json"
+    command = ["export", str(run), "--seed", "11", "--out", str(out), "--name", "toy", "--description", "a table"]
+    assert main([*command, "--limit", "one room", "δ ≥ 1"]) == 0
+    found, before = checkpoint.read_card(out), checkpoint.read_card(run / "best-seed11.json")
+    assert {key: found.pop(key) for key in ("name", "description")} == {"name": "toy", "description": "a table"}
+    assert found.pop("exported")["from"] == str(run / "best-seed11.safetensors")
+    assert found.pop("limits") == ["a toy", "one room", "δ ≥ 1"]
+    assert found == {key: value for key, value in before.items() if key != "limits"}
+    wrote, line = capsys.readouterr().out.splitlines()
+    assert wrote.startswith(f"wrote {out.with_suffix('.safetensors')} and {out}: ")
+    assert wrote.endswith("best-seed11.safetensors, actions sampled, temperature 0.5")
+    namespace = {"safeicrl": policies}
+    exec(line.removeprefix("load it:  "), namespace)
+    assert namespace["policy"].card["name"] == "toy"
+    # another temperature than that of its evaluation is said
+    assert main(["export", str(out), "--out", str(out), "--overwrite", "--temperature", "2"]) == 0
+    assert "evaluation is of actions sampled, temperature 0.5" in capsys.readouterr().out
+    assert checkpoint.read_card(out)["name"] == "toy"
+
+
+def test_the_best_seed_is_the_trainers(run):
+    assert best_seed(run) == 10
+    for seed, over in ((10, 0.05), (11, 0.06)):  # none is safe: the fewest violations
+        checkpoint.save_policy(run / f"best-seed{seed}.safetensors", agent(seed), card(seed, 99.0, over))
+    assert best_seed(run) == 3
+
+
+def test_an_evaluation_takes_the_place_of_trainings(run, tmp_path, capsys):
+    results = tmp_path / "results"
+    assert main(["evaluate", str(run), "--tasks", "20", "--out", str(results)]) == 0
+    found = load_results(f"{results}-seed10")
+    path = export_policy(run, tmp_path / "mine", evaluation=f"{results}-seed10.json")
+    evaluation = checkpoint.read_card(path)["evaluation"]
+    assert evaluation.pop("summary") == json.loads(json.dumps(dataclasses.asdict(summarise(found))))
+    assert evaluation == {key: value for key, value in found.meta.items() if key != "card"}
+    # and what was exported gives these results again
+    assert main(["evaluate", str(path), "--tasks", "20", "--out", str(results)]) == 0
+    assert results_equal(load_results(results), found)
+    capsys.readouterr()
+    reference = Results(**{**vars(found), "meta": {"label": "explorer", "agent": "explorer"}})
+    save_results(reference, tmp_path / "explorer")
+    for changes, words in (
+        ({"evaluation": f"{results}-seed11"}, "results-seed11 is the evaluation of another policy"),
+        ({"evaluation": results, "temperature": 0.4}, "actions sampled, temperature 0.5; the policy's: sampled"),
+        ({"evaluation": tmp_path / "explorer.npz"}, "no result of safeicrl evaluate POLICY, but of explorer"),
+        ({"evaluation": tmp_path / "none.json"}, "no results file at"),
+        ({"evaluation": path.with_suffix(".json")}, r"mine\.json is half a results file"),
+    ):
+        options = [text for name, value in changes.items() for text in (f"--{name}", str(value))]
+        assert re.search(words, refused(capsys, "export", str(run), "--out", str(tmp_path / "x"), *options))
+    for name, value, words in (
+        ("size", 4, "another environment than the policy's: size 4, not 3"),
+        ("alpha", 0.25, "alpha 0.25, not 0.5"),
+    ):
+        env = {**found.meta["env"], "parameters": {**found.meta["env"]["parameters"], name: value}}
+        save_results(Results(**{**vars(found), "meta": {**found.meta, "env": env}}), tmp_path / "other")
+        options = ["--out", str(tmp_path / "x"), "--evaluation", str(tmp_path / "other.json")]
+        assert words in refused(capsys, "export", str(run), *options)
+    save_results(
+        Results(**{**vars(found), "meta": {**found.meta, "context": "wiped at every episode"}}), tmp_path / "wiped"
+    )
+    wiped = ["--out", str(tmp_path / "x"), "--evaluation", str(tmp_path / "wiped")]
+    assert "context wiped at every episode; the policy's: kept" in refused(capsys, "export", str(run), *wiped)
+    assert not list(tmp_path.glob("x*"))
+
+
+def refused(capsys, *args: str) -> str:
+    """The one line a mistake gets."""
+    assert main(list(args)) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1, said.err
+    return said.err
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ("", "export needs a policy .* and a file"),
+        ("RUN", "export needs a policy .* and a file"),
+        ("--out new", "export needs a policy .* and a file"),
+        ("nowhere/at/all --out new", "no policy and no run folder at nowhere/at/all$"),
+        ("safe-dark-rom --out new", "Did you mean 'safe-dark-room'"),
+        ("RUN --out new --seed 4", "has no policy of seed 4; it has those of 3, 10, 11$"),
+        ("RUN/best-seed3 --out new --seed 3", "is one policy: leave out --seed 3"),
+        ("RUN --out RUN", "--out must name the file to write, got the folder"),
+        ("RUN --out RUN/best-seed3", r"best-seed3\.safetensors exists: choose another --out, or --overwrite$"),
+        ("RUN --out RUN/config.json/new", "cannot make the folder"),
+        ("RUN --out new --temperature -1", "temperature must be a finite number ≥ 0"),
+        ("RUN --out new --temperature warm", "--temperature takes a number"),
+        ("RUN --out new --name=", "the name of a policy must be words"),
+        ("RUN --out new --limits few", "unknown option --limits; did you mean --limit"),
+        ("RUN --out new --greedy", "unknown option --greedy"),
+    ],
+)
+def test_mistakes_are_one_line(run, tmp_path, capsys, monkeypatch, args, words):
+    monkeypatch.chdir(tmp_path)
+    (run / "config.json").write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+    assert re.search(words, refused(capsys, "export", *args.replace("RUN", str(run)).split()))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_cards_that_say_nothing_of_how_good_they_are(run, tmp_path, capsys):
+    bare = {key: value for key, value in card(3, 0.0, 0.0).items() if key in ("kind", "env")}
+    checkpoint.save_policy(run / "best-seed3.safetensors", agent(3), bare)
+    command = ["export", str(run), "--out", str(tmp_path / "new")]
+    assert "best-seed3.json has no evaluation to choose a seed by" in refused(capsys, *command)
+    assert main([*command, "--seed", "3"]) == 0
+    assert checkpoint.read_card(tmp_path / "new.json")["limits"] == []
