@@ -129,7 +129,8 @@ def main() -> None:
                 algo = build(histories, args, what["context"], what["layers"])
                 few = make_windows(histories, what["context"], stride=args.stride, share=what["share"])
                 algo = eqx.tree_at(lambda a: a.windows.count, algo, few.count)
-                done[key] = run(algo, ", ".join(f"{k} {v:g}" for k, v in what.items()), args)
+                differs = [f"{k} {v:g}" for k, v in what.items() if v != base[k]] or ["base"]
+                done[key] = run(algo, f"Safe AD, {differs[0]}", args)
                 save_results(done[key][0], args.out / "-".join(f"{k}{v:g}" for k, v in what.items()))
                 summary = done[key][1]["summary"]
                 console.print(
