@@ -212,7 +212,6 @@ def _darkroom_safe_ad_small() -> Experiment:
 def _dark_world(env: str, *, iterations: int, rows: int, epochs: int, minibatch: int) -> Experiment:
     """A sparse reward that ends the episode, and costs of up to 5 a step against budgets of 10 to 50."""
     from safeicrl.algos.scared import ScaredConfig
-    from safeicrl.nets.transformer import NetConfig
     from safeicrl.optimisers.ddpg import DDPGConfig
     from safeicrl.optimisers.ppo import PPOConfig
     from safeicrl.penalty import PenaltyConfig
@@ -223,7 +222,6 @@ def _dark_world(env: str, *, iterations: int, rows: int, epochs: int, minibatch:
         iterations=iterations,
         rows=rows,
         queue=6,  # a trained agent needs about a third of an episode's steps
-        net=NetConfig(heads=4),  # as in `darkroom`
         # A first policy is over its budget by 15 where a goal pays 1: at λ = 0.05 it had better not move. So η
         # grows from 0, and λ to at most 0.6 (the sum of bound · η over the run) if some budget is always broken.
         penalty=PenaltyConfig(step=0.0, final_step=2.4 / iterations, bound=0.5, tolerance=0.05, cap=1.0),
