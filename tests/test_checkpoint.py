@@ -219,3 +219,28 @@ def test_cards_are_checked(tmp_path):
     card.write_text(json.dumps({"kind": "net", "env": {}, "format": 99}))
     with pytest.raises(UserError, match="format 99"):
         checkpoint.read_card(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "right", "wrong"),
+    [
+        ("kind", ["mlp"], [None, ["net"]]),
+        ("env", [{}], [None, "safe-dark-room"]),
+        ("name", ["mine"], [None, 3]),
+        ("description", ["δ"], [None, ["δ"]]),
+        ("temperature", [0, 0.5], [None, "warm", True, -1.0, float("nan")]),
+        ("training", [{}, [], [{}, {}]], [None, "long", [{}, "stage"]]),
+        ("evaluation", [{}], [None, [], "good" * 99]),
+        ("limits", [[], ["few"]], [None, "abc", ["few", None], {"few": 1}]),
+    ],
+)
+def test_a_field_of_a_card_that_is_of_another_type_is_named(tmp_path, field, right, wrong):
+    card = {"kind": "net", "env": {}, "format": checkpoint.FORMAT}
+    for value in right + wrong:
+        (tmp_path / "p.json").write_text(json.dumps({**card, field: value}))
+        if value in right:
+            assert checkpoint.read_card(tmp_path / "p.safetensors")[field] == value
+            continue
+        with pytest.raises(UserError, match=f"p.json: '{field}' must be a.*, got ") as error:
+            checkpoint.read_card(tmp_path / "p.safetensors")
+        assert len(str(error.value)) < len(str(tmp_path)) + 150

@@ -74,8 +74,9 @@ def test_an_exported_policy_acts_bit_for_bit_as_before(run, tmp_path, changes):
 def test_the_card_says_what_it_is(run, tmp_path, capsys):
     out = tmp_path / "mine.json"
     command = ["export", str(run), "--seed", "11", "--out", str(out), "--name", "toy", "--description", "a table"]
-    assert main([*command, "--limit", "one room", "δ ≥ 1"]) == 0
+    assert main([command[0], "--limit", "one room", *command[1:], "--limit", "δ ≥ 1"]) == 0
     found, before = checkpoint.read_card(out), checkpoint.read_card(run / "best-seed11.json")
+    assert list(found)[:2] == ["name", "description"]
     assert {key: found.pop(key) for key in ("name", "description")} == {"name": "toy", "description": "a table"}
     assert found.pop("exported")["from"] == str(run / "best-seed11.safetensors")
     assert found.pop("limits") == ["a toy", "one room", "δ ≥ 1"]
@@ -135,6 +136,19 @@ def test_an_evaluation_takes_the_place_of_trainings(run, tmp_path, capsys):
     )
     wiped = ["--out", str(tmp_path / "x"), "--evaluation", str(tmp_path / "wiped")]
     assert "context wiped at every episode; the policy's: kept" in refused(capsys, "export", str(run), *wiped)
+    without_card = {key: value for key, value in found.meta.items() if key != "card"}
+    shorter = {name: getattr(found, name)[:, :3] for name in ("returns", "costs", "lengths")}
+    unclear = "does not say what was evaluated on which environment: "
+    for changes, words in (
+        (shorter, "of trials of 3 episodes, the environment's have 4$"),
+        ({"meta": {**without_card, "iteration": 7}}, "in training, which its policy's card has already$"),
+        ({"meta": {**found.meta, "env": {"parameters": {}}}}, f"{unclear}KeyError.'name'"),
+        ({"meta": {**found.meta, "env": {"name": ["x"], "parameters": {}}}}, unclear),
+        ({"meta": {**found.meta, "card": {"training": ["x"]}}}, unclear),
+    ):
+        save_results(Results(**{**vars(found), **changes}), tmp_path / "other")
+        options = ["--out", str(tmp_path / "x"), "--evaluation", str(tmp_path / "other.npz")]
+        assert re.search(f"other.npz .*{words}", refused(capsys, "export", str(run), *options))
     assert not list(tmp_path.glob("x*"))
 
 
@@ -159,10 +173,16 @@ def refused(capsys, *args: str) -> str:
         ("RUN/best-seed3 --out new --seed 3", "is one policy: leave out --seed 3"),
         ("RUN --out RUN", "--out must name the file to write, got the folder"),
         ("RUN --out RUN/best-seed3", r"best-seed3\.safetensors exists: choose another --out, or --overwrite$"),
+        ("RUN --out taken --overwrite", r"^safeicrl: taken\.json is a folder: choose another --out$"),
+        ("RUN --out full --overwrite", r"^safeicrl: full\.safetensors is a folder"),
         ("RUN --out RUN/config.json/new", "cannot make the folder"),
         ("RUN --out new --temperature -1", "temperature must be a finite number ≥ 0"),
         ("RUN --out new --temperature warm", "--temperature takes a number"),
         ("RUN --out new --name=", "the name of a policy must be words"),
+        ("RUN --out new --limit", "Missing value for argument '--limit'"),
+        ("RUN --limit --out new", "Missing value for argument '--limit'"),
+        ("RUN --out new --limit=", "the limit of a policy must be words"),
+        ("RUN --out new --limit few words", "unexpected argument 'words'"),
         ("RUN --out new --limits few", "unknown option --limits; did you mean --limit"),
         ("RUN --out new --greedy", "unknown option --greedy"),
     ],
@@ -170,6 +190,8 @@ def refused(capsys, *args: str) -> str:
 def test_mistakes_are_one_line(run, tmp_path, capsys, monkeypatch, args, words):
     monkeypatch.chdir(tmp_path)
     (run / "config.json").write_text("{}")
+    for folder in ("taken.json", "full.safetensors"):
+        (tmp_path / folder).mkdir()
     before = sorted(tmp_path.rglob("*"))
     assert re.search(words, refused(capsys, "export", *args.replace("RUN", str(run)).split()))
     assert sorted(tmp_path.rglob("*")) == before
@@ -182,3 +204,13 @@ def test_cards_that_say_nothing_of_how_good_they_are(run, tmp_path, capsys):
     assert "best-seed3.json has no evaluation to choose a seed by" in refused(capsys, *command)
     assert main([*command, "--seed", "3"]) == 0
     assert checkpoint.read_card(tmp_path / "new.json")["limits"] == []
+
+
+@pytest.mark.parametrize(("field", "value"), [("evaluation", None), ("limits", None), ("limits", "abc")])
+def test_a_card_that_was_edited_by_hand(run, tmp_path, capsys, field, value):
+    edited = run / "best-seed10.json"
+    edited.write_text(json.dumps({**json.loads(edited.read_text()), field: value}))
+    for source in (run, edited):
+        line = refused(capsys, "export", str(source), "--out", str(tmp_path / "new"))
+        assert f"{edited}: '{field}' must be " in line
+    assert not list(tmp_path.glob("new*"))

@@ -184,6 +184,17 @@ def test_a_policy_is_found_by_any_of_its_names(released):
         np.testing.assert_array_equal(policy.agent.table, np.arange(45.0).reshape(9, 5))
 
 
+def test_an_extension_of_ones_own(released, tmp_path):
+    for extension in (".safetensors", ".json"):
+        (tmp_path / f"b.txt{extension}").write_bytes(released.with_suffix(extension).read_bytes())
+    for name in ("b.txt", "b.txt.json", "b.txt.safetensors"):
+        assert policies.find_policy(tmp_path / name) == tmp_path / "b.txt.safetensors"
+    (tmp_path / "b.txt").write_text("notes")  # of the two, the policy
+    assert load_policy(tmp_path / "b.txt").card["note"] == "δ"
+    released.rename(tmp_path / "best-seed0.weights")
+    assert load_policy(tmp_path / "best-seed0.weights").card["note"] == "δ"
+
+
 def test_a_runs_lowest_seed_comes_first(released):
     card = checkpoint.read_card(released)
     for seed in (10, 2):

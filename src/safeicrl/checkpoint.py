@@ -20,7 +20,7 @@ import safetensors
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
 from safeicrl.envs.api import PyTree
-from safeicrl.errors import UserError
+from safeicrl.errors import UserError, check_number
 from safeicrl.files import atomic_write, make_folder, plain, read_json, write_json
 from safeicrl.results import Results, save_results
 from safeicrl.version import VERSION
@@ -217,14 +217,34 @@ def save_policy(path: Path, agent: PyTree, card: dict[str, Any], evaluation: Res
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
 
+# What is read of a card, where it is there: its type, that of a list's items, and both in words.
+FIELDS: dict[str, tuple[Any, Any, str]] = {
+    "kind": (str, None, "a string"),
+    "env": (dict, None, "an object"),
+    "name": (str, None, "a string"),
+    "description": (str, None, "a string"),
+    "training": (dict | list, dict, "an object or a list of them"),
+    "evaluation": (dict, None, "an object"),
+    "limits": (list, str, "a list of strings"),
+}
+
+
 def read_card(path: Path) -> dict[str, Any]:
     """The card beside a released policy's `path`."""
-    card = read_json(path.with_suffix(".json"), "policy card")
+    file = path.with_suffix(".json")
+    card = read_json(file, "policy card")
     if not isinstance(card, dict) or not {"kind", "env", "format"} <= card.keys():
-        raise UserError(f"{path.with_suffix('.json')} is no policy card: it needs 'kind', 'env' and 'format'")
+        raise UserError(f"{file} is no policy card: it needs 'kind', 'env' and 'format'")
     if card["format"] != FORMAT:
         raise UserError(
-            f"{path.with_suffix('.json')} has format {card['format']}, this version of safeicrl ({VERSION}) "
-            f"reads format {FORMAT}"
+            f"{file} has format {card['format']}, this version of safeicrl ({VERSION}) reads format {FORMAT}"
         )
+    for field, (own, of_items, words) in FIELDS.items():
+        value = card.get(field)
+        items = value if isinstance(value, list) else []
+        right = isinstance(value, own) and all(isinstance(item, of_items) for item in items)
+        if field in card and not right:
+            raise UserError(f"{file}: {field!r} must be {words}, got {value!r:.60}")
+    if "temperature" in card:
+        check_number(f"{file}: 'temperature'", card["temperature"], 0.0)
     return card

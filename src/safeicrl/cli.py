@@ -312,7 +312,8 @@ class Export:
     name: str | None = None  # what tables and figures call it
     description: str | None = None  # what it is, for the card
     temperature: float | None = None  # of its actions; what its card says by default
-    limit: tuple[str, ...] = ()  # more of what it cannot do, added to the card's limits
+    # one more of what it cannot do, added to the card's limits
+    limit: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     evaluation: Path | None = None  # results of safeicrl evaluate for the card, instead of those of training
     overwrite: bool = False  # replace what is there
 

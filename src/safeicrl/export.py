@@ -10,7 +10,7 @@ from safeicrl.config import env_from_plain
 from safeicrl.envs.api import Env
 from safeicrl.errors import UserError
 from safeicrl.evaluate import describe_env, surroundings, with_options
-from safeicrl.policy import PRETRAINED, find_policy, load_agent, policy_names, run_policies
+from safeicrl.policy import PRETRAINED, find_policy, load_agent, policy_file, policy_names, run_policies
 from safeicrl.results import Summary, load_results, summarise
 from safeicrl.train import rank
 
@@ -40,7 +40,8 @@ def export_policy(
         if text is not None and not text.strip():
             raise UserError(f"the {what} of a policy must be words, got {text!r}")
     changes = {key: value for key, value in given.items() if value is not None}
-    card = {**changes, **card, **changes}  # a name comes first
+    # what is given comes first: who opens a card sees its name
+    card = {**changes, **{key: value for key, value in card.items() if key not in changes}}
     _, how = with_options(env, agent, temperature=card.get("temperature"))
     if evaluation is not None:
         card["evaluation"] = _evaluation(Path(evaluation), env, card, how)
@@ -89,9 +90,10 @@ def _target(out: Path, overwrite: bool) -> Path:
     """The file to write, with its extension, if it may be."""
     if out.is_dir() or out.name in ("", ".."):
         raise UserError(f"--out must name the file to write, got the folder {str(out)!r}")
-    stem = out.with_suffix("") if out.suffix in (".safetensors", ".json") else out
-    path = stem.with_name(f"{stem.name}.safetensors")
+    path = policy_file(out)
     for file in (path, path.with_suffix(".json")):
+        if file.is_dir():
+            raise UserError(f"{file} is a folder: choose another --out")
         if file.exists() and not overwrite:
             raise UserError(f"{file} exists: choose another --out, or --overwrite")
     return path
@@ -102,18 +104,25 @@ def _evaluation(path: Path, env: Env, card: dict[str, Any], how: dict[str, Any])
     results = load_results(path)
     meta = results.meta
     evaluated, described = meta.get("card"), meta.get("env")
+    if evaluated is None and "iteration" in meta:
+        raise UserError(f"{path} is an evaluation in training, which its policy's card has already")
     if not isinstance(evaluated, dict) or not isinstance(described, dict):
         who = meta.get("agent", results.label)
         raise UserError(f"{path} is no result of safeicrl evaluate POLICY, but of {who}")
-    theirs = env_from_plain(described["name"], described["parameters"])
+    try:
+        theirs, trained = env_from_plain(described["name"], described["parameters"]), _training(evaluated)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} does not say what was evaluated on which environment: {error!r}") from None
     if theirs != env:
         ours, other = ({"name": each["name"], **each["parameters"]} for each in map(describe_env, (env, theirs)))
         which = next(key for key in {**ours, **other} if ours.get(key) != other.get(key))
         raise UserError(
             f"{path} is of another environment than the policy's: {which} {other.get(which)}, not {ours.get(which)}"
         )
-    if _training(evaluated) != _training(card):
+    if trained != _training(card):
         raise UserError(f"{path} is the evaluation of another policy, {meta.get('agent')}: their training differs")
+    if (count := results.returns.shape[1]) != env.spec.episodes:
+        raise UserError(f"{path} is of trials of {count} episodes, the environment's have {env.spec.episodes}")
     # a policy that was trained on single episodes was chosen, and is evaluated, with its context wiped
     expected = {"actions": how["actions"], "context": card.get("evaluation", {}).get("context", how["context"])}
     for what, ours in expected.items():

@@ -56,6 +56,12 @@ def run_policies(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def policy_file(path: Path) -> Path:
+    """The file of the policy that `path` names, with or without the extension of it or its card."""
+    stem = path.with_suffix("") if path.suffix in (".safetensors", ".json") else path
+    return stem.with_name(f"{stem.name}.safetensors")
+
+
 def find_policy(name_or_path: str | Path) -> Path:
     """The file of a policy, however it is called: see `load_policy`."""
     text, path = str(name_or_path), Path(name_or_path)
@@ -63,10 +69,12 @@ def find_policy(name_or_path: str | Path) -> Path:
         return PRETRAINED / f"{text}.safetensors"
     if path.is_dir():
         return next(iter(run_policies(path).values()))
-    path = path.with_suffix(".safetensors") if path.suffix in ("", ".json") else path
-    if path.exists():
-        return path
-    if str(path) == f"{text}.safetensors" and len(path.parts) == 1:
+    file = policy_file(path)
+    if not file.exists() and path.suffix not in ("", ".json"):
+        file = path  # of an extension of its own
+    if file.exists():
+        return file
+    if str(file) == f"{text}.safetensors" and len(file.parts) == 1:
         raise unknown_name("policy", text, policy_names())
     raise UserError(f"no policy and no run folder at {name_or_path}")
 
