@@ -1,6 +1,6 @@
 """How fast whole training runs went: playing, learning and logging together, from their logs.
 
-python bench/loop.py runs/darkroom results/safe-dark-room/stage-1        a line a run; --out FILE.json writes them
+python bench/loop.py runs/darkroom results/safe-dark-room/darkroom       a line a run; --out FILE.json writes them
 """
 
 import argparse

@@ -83,6 +83,7 @@ def test_a_script_gives_its_known_numbers():
     assert summary.last_return == 1.0
     assert summary.over_budget == pytest.approx((found.budgets < 4).sum() / (18 * 3))
     assert summary.over_budget_last == 0.0
+    assert summary.trials_over == pytest.approx((found.budgets < 4).mean())
     assert list(summary.by_budget) == ["1–2", "2–4", "4–6", "6–8", "8–10"]
     assert set(summary.by_budget.values()) == {2.0}
     over = list(summary.over_by_budget.values())

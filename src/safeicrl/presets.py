@@ -88,12 +88,12 @@ def _darkroom() -> Experiment:
         queue=6,  # a trained agent needs a quarter of the steps of a trial
         budget_power=2.0,
         net=NetConfig(heads=4),  # of the paper's 8: small heads are what is slow on a GPU (docs/speed.md)
-        penalty=PenaltyConfig(step=0.01, final_step=0.15, bound=0.2, cap=2.2),  # past 2.7 budgets of 1 freeze
+        penalty=PenaltyConfig(step=0.01, final_step=0.15, bound=0.2, cap=2.2),  # at most: see docs/scared.md
         ppo=PPOConfig(epochs=2, minibatch=32, learning_rate=(1e-3, 5e-5), entropy=(0.02, 0.001)),
     )
     # λ rises through the run, so its evaluations walk along the frontier of return and cost; the best is the one
     # with the most return among those within the tolerance.
-    evaluation = EvalConfig(every=20, tasks=500, rows=500, temperature=0.4, tolerance=0.025)
+    evaluation = EvalConfig(every=20, tasks=500, rows=500, temperature=0.4, tolerance=0.03)
     train = TrainConfig(minutes=15.0, evaluation=evaluation)
     return Experiment(env=SafeDarkRoom(), algo=algo, train=train)
 

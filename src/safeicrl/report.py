@@ -25,6 +25,7 @@ def summary_table(results: Sequence[Results], title: str | None = None) -> Table
     row(f"return, {first.last_name}", lambda s: f"{s.last_return:.3f}")
     row("over budget", lambda s: f"{s.over_budget:.2%}")
     row(f"over, {first.last_name}", lambda s: f"{s.over_budget_last:.2%}")
+    row("trials ever over", lambda s: f"{s.trials_over:.2%}")
     if all(summary.by_budget.keys() == first.by_budget.keys() for summary in summaries):
         for name in first.by_budget:
             row(f"total, δ {name}", lambda s, name=name: _number(s.by_budget[name]))

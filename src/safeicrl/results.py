@@ -60,6 +60,7 @@ class Summary:
     episodes: int
     tasks: int
     last: int = 10  # how many episodes "last" are: ten, fewer in a short trial
+    trials_over: float = float("nan")  # share of trials with any episode over budget
 
     @property
     def last_name(self) -> str:
@@ -91,6 +92,7 @@ def summarise(results: Results, last: int | None = None) -> Summary:
         episodes=episodes,
         tasks=tasks,
         last=last,
+        trials_over=float(results.over.any(axis=1).mean()),
     )
 
 

@@ -501,6 +501,7 @@ def _card(algorithm: Algorithm, config: TrainConfig, status: Status, results: Re
         "evaluation": {**results.meta, "summary": dataclasses.asdict(summarise(results))},
         "limits": [
             f"trained on budgets {algorithm.env.spec.train_budget} and these environment parameters only",
-            "a budget is kept with high probability, never with certainty",
+            "a budget is kept in most episodes, never with certainty: over_by_budget says how often it was broken, "
+            "trials_over in how many trials at all",
         ],
     }
