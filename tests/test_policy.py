@@ -133,10 +133,7 @@ def test_an_episode_past_its_time_limit_is_warned_of():
 
 def test_k_is_the_algorithms_where_it_has_its_own():
     policy = nosy()
-    policy.card["training"] = [
-        {"algo": {"config": {"episodes": 3}}},
-        {"algo": {"config": {"episodes": 2}}},
-    ]  # stages
+    policy.card["training"] = {"algo": {"config": {"episodes": 2}}}
     policy.start(budget=2)
     policy.act((1, 1))
     policy.act((1, 1), 0.0, 0.0, True)

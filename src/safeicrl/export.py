@@ -132,8 +132,6 @@ def _evaluation(path: Path, env: Env, card: dict[str, Any], how: dict[str, Any])
     return {**kept, "summary": dataclasses.asdict(summarise(results))}
 
 
-def _training(card: dict[str, Any]) -> list[dict[str, Any]]:
-    """What tells policies apart: how, when and for how long each stage was trained, wherever its folder lay."""
-    stages = card.get("training") or {}
-    stages = stages if isinstance(stages, list) else [stages]
-    return [{key: value for key, value in stage.items() if key != "command"} for stage in stages]
+def _training(card: dict[str, Any]) -> dict[str, Any]:
+    """What tells policies apart: how, when and for how long each was trained, wherever its folder lay."""
+    return {key: value for key, value in card.get("training", {}).items() if key != "command"}

@@ -218,9 +218,8 @@ class Policy:
     @property
     def episodes(self) -> int:
         """K of the trials it was trained on: the algorithm's own setting where it has one, or the environment's."""
-        stages: Any = self.card.get("training") or {}
-        last: dict[str, Any] = stages[-1] if isinstance(stages, list) else stages
-        return last.get("algo", {}).get("config", {}).get("episodes") or self.env.spec.episodes
+        algo = self.card.get("training", {}).get("algo", {})
+        return algo.get("config", {}).get("episodes") or self.env.spec.episodes
 
     def warn_beyond(self, *, budgets: Any = (), episodes: int = 0, steps: int = 0) -> None:
         """Warn of what it was never trained on: budgets, episodes of a trial, steps of an episode."""
