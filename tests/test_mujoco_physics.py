@@ -126,6 +126,22 @@ def test_planar_is_mujoco():
         np.testing.assert_allclose(planar.qpos, c.qpos, rtol=0, atol=1e-8)
 
 
+def test_a_car_in_the_plane_is_near_the_real_one():
+    """Both under the same random torques for two seconds; the fit is of other ones."""
+    random = np.random.default_rng(1)
+    wheels = np.repeat(random.uniform(-1, 1, (5, 64, 2)), 10, axis=0)  # of a simulation step each, for 0.4 s
+    qpos = jnp.broadcast_to(jnp.asarray(physics.models.load("car").qpos0, jnp.float32), (64, 13))
+    state = jax.vmap(physics.RobotState.start)(qpos, jnp.zeros((64, 11))).physics
+    jobs = [physics.Job("car", 10, 1, engine) for engine in ("c", "planar")]
+    c, planar = (np.asarray(roll(job, state, wheels).qpos[-1, :, 0]) for job in jobs)
+    moved, apart = (np.linalg.norm(x[:, :2], axis=-1).mean() for x in (c, c - planar))
+    assert moved > 0.3
+    assert apart < 0.35 * moved
+    yaw, real = (2 * np.arctan2(qpos[:, 6], qpos[:, 3]) for qpos in (planar, c))
+    assert np.abs(np.angle(np.exp(1j * (yaw - real)))).mean() < 0.35
+    np.testing.assert_allclose(planar[:, 2], c[:, 2], atol=0.01)  # neither jumps nor sinks
+
+
 @pytest.mark.parametrize("robot", ["point", "car", "half_cheetah"])
 def test_mjx_follows_c_over_a_short_prefix(robot):
     pytest.importorskip("mujoco.mjx")
@@ -210,7 +226,7 @@ def test_auto_chooses_by_robot_device_and_batch(monkeypatch):
 def test_bad_engines_are_named():
     with pytest.raises(UserError, match=r"unknown engine 'mjz'.*Did you mean 'mjx'"):
         make_env("safe-dark-car", engine="mjz")
-    with pytest.raises(UserError, match="'planar' knows only the robot 'point'"):
+    with pytest.raises(UserError, match="'planar' knows only the robots point, car"):
         make_env("safe-velocity-ant", engine="planar")
     with pytest.raises(UserError, match="threads must be an integer ≥ 0"):
         physics.set_threads(-1)

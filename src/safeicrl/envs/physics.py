@@ -3,7 +3,7 @@
 - `c`: C MuJoCo through `mujoco.batch`, every world of a vmapped step in one host callback, on all cores. Always
   computes in double precision; what passes through JAX has JAX's precision.
 - `mjx`: MuJoCo in JAX, for thousands of worlds on an accelerator.
-- `planar`: Point's dynamics in closed form, for Point only.
+- `planar`: Point's dynamics in closed form, and an approximation of Car's to pretrain in (planar.py).
 
 `auto` picks one by robot, device and number of worlds: see `AUTO`. A world that turns non-finite is held in its
 last good state and flagged; the others go on.
@@ -25,6 +25,7 @@ import numpy as np
 
 from safeicrl.envs import models
 from safeicrl.envs.api import record, replace
+from safeicrl.envs.planar import PLANAR
 from safeicrl.errors import UserError, check_integer, unknown_name
 
 # Fewest worlds from which `auto` prefers an engine on an accelerator; `c` below the first. On a CPU `auto` is
@@ -102,8 +103,8 @@ def check_engine(robot: str, engine: str) -> None:
     """Raise unless `engine` exists, is installed and can move `robot`."""
     if engine not in ("auto", *ENGINES):
         raise unknown_name("engine", engine, ("auto", *ENGINES))
-    if engine == "planar" and robot != "point":
-        raise UserError(f"engine 'planar' knows only the robot 'point', got {robot!r}")
+    if engine == "planar" and robot not in PLANAR:
+        raise UserError(f"engine 'planar' knows only the robots {', '.join(PLANAR)}, got {robot!r}")
     models.load(robot)
     if engine == "mjx" and importlib.util.find_spec("mujoco.mjx") is None:
         raise UserError("engine 'mjx' needs mujoco-mjx: pip install 'safeicrl[mujoco]'")
@@ -349,68 +350,13 @@ def _reported(failed: jax.Array) -> jax.Array:
 
 
 def _advance_planar(job: Job, state: PhysicsState, ctrl: jax.Array) -> Motion:
-    """Point as a planar rigid body: a thrust along its nose, a saturating yaw servo, linear damping.
+    """A robot of planar.py."""
 
-    Its floor contact has a zero normal force and does nothing. MuJoCo's Euler step solves (M + hD) v̇ = forces
-    with damping implicit and everything else explicit, then moves qpos with the new velocity.
-    """
-    point = _point_constants()
+    def advance(state: PhysicsState) -> PhysicsState:
+        qpos, qvel = PLANAR[job.robot](state.qpos, state.qvel, ctrl, job.substeps)
+        return replace(state, qpos=qpos, qvel=qvel, anchor=qpos[:, :2])
 
-    def substep(_: int, state: PhysicsState) -> PhysicsState:
-        (x_rate, y_rate, yaw_rate), yaw = jnp.moveaxis(state.qvel, -1, 0), state.qpos[:, 2]
-        cos, sin = jnp.cos(yaw), jnp.sin(yaw)
-        thrust = point.gear * jnp.clip(ctrl[:, 0], -point.force, point.force)
-        turn = jnp.clip(jnp.clip(ctrl[:, 1], -1, 1) - point.gear * yaw_rate, -point.force, point.force)
-        pull = thrust + point.lever * yaw_rate**2  # along the nose: thrust and the mass centre's centrifugal
-        force_x = pull * cos - point.drag * x_rate
-        force_y = pull * sin - point.drag * y_rate
-        torque = point.gear * turn - point.yaw_drag * yaw_rate
-        # M + hD = [[a, 0, −l sin], [0, a, l cos], [−l sin, l cos, b]], solved for the yaw first
-        a, lever = point.mass + point.timestep * point.drag, point.lever
-        b = point.inertia + point.timestep * point.yaw_drag
-        yaw_acc = (torque - lever * (cos * force_y - sin * force_x) / a) / (b - lever**2 / a)
-        x_acc = (force_x + lever * sin * yaw_acc) / a
-        y_acc = (force_y - lever * cos * yaw_acc) / a
-        acceleration = jnp.stack([x_acc, y_acc, yaw_acc], axis=-1)
-        qvel = state.qvel + point.timestep * acceleration
-        qpos = state.qpos + point.timestep * qvel
-        return PhysicsState(qpos=qpos, qvel=qvel, warmstart=state.warmstart, anchor=qpos[:, :2])
-
-    return _repeat(job, lambda s: jax.lax.fori_loop(0, job.substeps, substep, s), state, ctrl)
-
-
-@dataclass(frozen=True)
-class _Point:
-    timestep: float
-    mass: float
-    lever: float  # mass times the mass centre's distance from the yaw axis
-    inertia: float  # about the yaw axis
-    drag: float
-    yaw_drag: float
-    gear: float  # of both actuators
-    force: float  # both saturate here, before the gear
-
-
-@functools.cache
-def _point_constants() -> _Point:
-    model = models.load("point")
-    mass, centre = float(model.body_mass[1]), float(model.body_ipos[1, 0])
-    import mujoco
-
-    data = mujoco.MjData(model)
-    mujoco.mj_forward(model, data)
-    full = np.zeros((model.nv, model.nv))
-    mujoco.mj_fullM(model, data, full)
-    return _Point(
-        timestep=float(model.opt.timestep),
-        mass=mass,
-        lever=mass * centre,
-        inertia=float(full[2, 2]),
-        drag=float(model.dof_damping[0]),
-        yaw_drag=float(model.dof_damping[2]),
-        gear=float(model.actuator_gear[0, 0]),
-        force=float(model.actuator_forcerange[0, 1]),
-    )
+    return _repeat(job, advance, state, ctrl)
 
 
 ENGINES: dict[str, Callable[[Job, PhysicsState, jax.Array], Motion]] = {

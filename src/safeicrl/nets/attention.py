@@ -6,7 +6,8 @@ A row may hold several trials one after another (trial.py); a token sees earlier
 import jax
 import jax.numpy as jnp
 
-CHUNK = 64  # tokens in a query block on the CPU; block-causal halves the work of a full square
+CHUNK = 64  # tokens in a query block on the CPU: block-causal halves the work of a full square ...
+WIDE_CHUNK = 512  # ... which an accelerator hardly feels, while every block is more to compile
 SEPARATION = 40.0  # logits added within a trial; e^−40 of the weight leaks between trials
 MAX_TRIALS = 8  # trials a row can hold (the separating code is one-hot)
 
@@ -39,7 +40,8 @@ def _attend_fused(q: jax.Array, k: jax.Array, v: jax.Array, trial: jax.Array) ->
 
 def _attend_blocks(q: jax.Array, k: jax.Array, v: jax.Array, trial: jax.Array) -> jax.Array:
     steps = q.shape[1]
-    chunk = max(CHUNK, -(-steps // 12))  # at most a dozen blocks: more would only grow the program
+    # At most a dozen blocks: more would only grow the program.
+    chunk = max(CHUNK if jax.default_backend() == "cpu" else WIDE_CHUNK, -(-steps // 12))
     blocks = []
     for begin in range(0, steps, chunk):
         end = min(begin + chunk, steps)
