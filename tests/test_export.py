@@ -93,6 +93,16 @@ def test_the_card_says_what_it_is(run, tmp_path, capsys):
     assert checkpoint.read_card(out)["name"] == "toy"
 
 
+def test_a_policy_for_other_parameters_of_its_environment(run, tmp_path, capsys):
+    out = tmp_path / "mine"
+    assert main(["export", str(run), "--out", str(out), "--env-args", "alpha=0.25", "episodes=7"]) == 0
+    parameters = load_policy(out).card["env"]["parameters"]
+    assert (parameters["alpha"], parameters["episodes"], parameters["size"]) == (0.25, 7, ROOM.size)
+    capsys.readouterr()
+    line = refused(capsys, "export", str(run), "--out", str(tmp_path / "no"), "--env-args", f"size={ROOM.size + 1}")
+    assert "the policy's observation space is" in line
+
+
 def test_the_best_seed_is_the_trainers(run):
     assert best_seed(run) == 10
     for seed, over in ((10, 0.05), (11, 0.06)):  # none is safe: the fewest violations

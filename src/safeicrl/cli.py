@@ -312,6 +312,7 @@ class Export:
     name: str | None = None  # what tables and figures call it
     description: str | None = None  # what it is, for the card
     temperature: float | None = None  # of its actions; what its card says by default
+    env_args: tuple[str, ...] = ()  # parameters of its environment to change, e.g. engine=auto
     # one more of what it cannot do, added to the card's limits
     limit: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     evaluation: Path | None = None  # results of safeicrl evaluate for the card, instead of those of training
@@ -320,6 +321,7 @@ class Export:
 
 def export(args: list[str]) -> None:
     """Write one policy and its card, to take elsewhere or to ship."""
+    from safeicrl.envs.registry import parse_parameters
     from safeicrl.export import export_policy
     from safeicrl.policy import load_policy
 
@@ -328,7 +330,8 @@ def export(args: list[str]) -> None:
         raise UserError("export needs a policy (name, path or run folder) and a file, as in export RUN --out FILE")
     path = export_policy(
         asked.policy, asked.out, seed=asked.seed, name=asked.name, description=asked.description,
-        temperature=asked.temperature, limits=asked.limit, evaluation=asked.evaluation, overwrite=asked.overwrite,
+        temperature=asked.temperature, env_args=parse_parameters(asked.env_args, "--env-args"),
+        limits=asked.limit, evaluation=asked.evaluation, overwrite=asked.overwrite,
     )  # fmt: skip
     card = load_policy(path).card
     print(f"wrote {path} and {path.with_suffix('.json')}: {card['exported']['from']}, actions {card['actions']}")

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safeicrl.config import env_from_plain
 from safeicrl.envs.api import Env
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.errors import UserError, check_budget, unknown_name
 from safeicrl.evaluate import WipedAgent, evaluate, with_options
-from safeicrl.policy import Policy, load_policy, policy_names, run_policies
+from safeicrl.policy import Policy, changed_env, load_policy, policy_names, run_policies
 from safeicrl.reference import ExplorerAgent, PlannerAgent, RandomAgent
 from safeicrl.results import Results
 from safeicrl.trial import Agent
@@ -77,12 +76,7 @@ def released(
 ) -> Contender:
     """A released policy, on its own environment or on one with other parameters (`env_args`)."""
     policy = load_policy(name_or_path, temperature=temperature, greedy=greedy)
-    described = policy.card["env"]
-    env = env_from_plain(described["name"], {**described["parameters"], **(env_args or {})})
-    for what in ("observation", "action"):
-        theirs, ours = (getattr(e.spec, what) for e in (policy.env, env))
-        if theirs != ours:
-            raise UserError(f"the policy's {what} space is {theirs}, this environment's is {ours}")
+    env = changed_env(policy.card, env_args or {})
     agent, how = with_options(env, policy.agent, wipe=wipe)
     label = _label(str(policy.card.get("name") or _name(Path(name_or_path))), wipe)
     meta = {"agent": str(name_or_path), "card": policy.card, **how}

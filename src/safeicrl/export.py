@@ -10,7 +10,15 @@ from safeicrl.config import env_from_plain
 from safeicrl.envs.api import Env
 from safeicrl.errors import UserError
 from safeicrl.evaluate import describe_env, surroundings, with_options
-from safeicrl.policy import PRETRAINED, find_policy, load_agent, policy_file, policy_names, run_policies
+from safeicrl.policy import (
+    PRETRAINED,
+    changed_env,
+    find_policy,
+    load_agent,
+    policy_file,
+    policy_names,
+    run_policies,
+)
 from safeicrl.results import Summary, load_results, summarise
 from safeicrl.train import rank
 
@@ -23,6 +31,7 @@ def export_policy(
     name: str | None = None,
     description: str | None = None,
     temperature: float | None = None,
+    env_args: dict[str, Any] | None = None,
     limits: Sequence[str] = (),
     evaluation: str | Path | None = None,
     overwrite: bool = False,
@@ -30,11 +39,14 @@ def export_policy(
     """Write a policy, unchanged, and its card with what is given here; returns the file's path.
 
     Of a run's folder, the best policy of `seed`, by default of `best_seed`. `evaluation` is a results file of this
-    policy, acting as it will by its card, that takes the place of the evaluation in training.
+    policy, acting as it will by its card, that takes the place of the evaluation in training. `env_args` are
+    parameters of the environment it is for, where they differ from those it was trained in.
     """
     target, source = _target(Path(out), overwrite), _source(name_or_path, seed)
     card = checkpoint.read_card(source)
-    env, agent = load_agent(source, card)
+    _, agent = load_agent(source, card)
+    env = changed_env(card, env_args or {})
+    card["env"] = describe_env(env)
     given = {"name": name, "description": description, "temperature": temperature}
     for what, text in (("name", name), ("description", description), *(("limit", limit) for limit in limits)):
         if text is not None and not text.strip():

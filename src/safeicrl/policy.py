@@ -110,6 +110,17 @@ def _mlp(card: dict[str, Any], env: Env) -> Agent:
 KINDS: dict[str, Callable[[dict[str, Any], Env], Agent]] = {"net": _net, "decision": _decision, "mlp": _mlp}
 
 
+def changed_env(card: dict[str, Any], changes: dict[str, Any]) -> Env:
+    """The environment of a card with other values of some parameters, if the policy can still act in it."""
+    described = card["env"]
+    own, other = (env_from_plain(described["name"], {**described["parameters"], **more}) for more in ({}, changes))
+    for what in ("observation", "action"):
+        theirs, ours = (getattr(env.spec, what) for env in (own, other))
+        if theirs != ours:
+            raise UserError(f"the policy's {what} space is {theirs}, this environment's is {ours}")
+    return other
+
+
 def load_agent(path: Path, card: dict[str, Any]) -> tuple[Env, Agent]:
     """The environment and the agent that a card describes, with the arrays from `path`."""
     if card["kind"] not in KINDS:
