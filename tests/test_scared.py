@@ -320,6 +320,16 @@ def test_the_ppo_loss_by_hand(rows, form):
     assert metrics["clipped"] == 0
 
 
+def test_gradients_are_clipped_by_their_common_norm():
+    """(3, 4) has norm 5. Clipped to 5e-5, Adam's first step with ε = 1e-5 is g / (|g| + ε) = 3/4 and 4/5."""
+    settings = PPOConfig(learning_rate=(0.1, 0.1), warmup=0, max_grad=5e-5, minibatch=8)
+    optimiser = PPO(ROOM, TINY, PenaltyConfig(), settings, iterations=1, rows=ROWS).optimiser
+    grads = {"a": jnp.array([[3.0]]), "b": jnp.array([4.0, 0.0])}
+    updates, _ = optimiser.update(grads, optimiser.init(grads))
+    np.testing.assert_allclose(updates["a"], [[-0.1 * 3 / 4]], rtol=1e-4)
+    np.testing.assert_allclose(updates["b"], [-0.1 * 4 / 5, 0], rtol=1e-4)
+
+
 @pytest.mark.parametrize(("form", "pessimism"), [("excess", False), ("paper", True)])
 def test_retrace_targets_by_hand(rows, form, pessimism):
     """Q̂ = Q + Σ_s (Π γ c) (r + γ E_π Q' − Q), c = trace · min(1, π/μ): stops at boundaries, cut rows wait."""

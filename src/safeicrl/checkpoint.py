@@ -124,7 +124,9 @@ def _header(path: Path, data: bytes, kind: str) -> dict[str, str]:
 def _check_names(path: Path, wanted: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
     for name in wanted:
         if name not in arrays:
-            raise UserError(f"{path} has no array {name!r}: it was written by another model or configuration")
+            raise UserError(
+                f"{path} has no array {name!r}: it was written by another model, configuration or version"
+            )
     for name in arrays:
         if name not in wanted:
             raise UserError(f"{path} has an array {name!r} that this model or configuration does not have")

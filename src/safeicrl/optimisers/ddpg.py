@@ -207,8 +207,8 @@ class DDPG:
         self.iterations = iterations
         self.example = jax.eval_shape(self.row, trials, tasks)
         schedule = optax.linear_schedule(0.0, config.learning_rate, 200)
-        self.optimiser = optax.chain(
-            optax.clip_by_global_norm(config.max_grad), optax.adam(schedule, b1=0.9, b2=0.99)
+        self.optimiser = optax.flatten(  # as in ppo.py
+            optax.chain(optax.clip_by_global_norm(config.max_grad), optax.adam(schedule, b1=0.9, b2=0.99))
         )
 
     def init(self, key: Key) -> DDPGState:

@@ -104,7 +104,10 @@ class PPO:
             [optax.linear_schedule(0.0, begin, warm), optax.linear_schedule(begin, end, max(steps - warm, 1))],
             [warm],
         )
-        self.optimiser = optax.chain(optax.clip_by_global_norm(config.max_grad), optax.adam(schedule, eps=1e-5))
+        # Flat: on a GPU a step in seventy small arrays takes longer than its arithmetic (docs/speed.md).
+        self.optimiser = optax.flatten(
+            optax.chain(optax.clip_by_global_norm(config.max_grad), optax.adam(schedule, eps=1e-5))
+        )
 
     def init(self, key: Key) -> PPOState:
         """Fresh networks."""
