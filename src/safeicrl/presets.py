@@ -12,10 +12,9 @@ from safeicrl.config import env_from_plain, from_plain
 from safeicrl.envs.api import Grid
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.envs.fixed import FixedTask
-from safeicrl.envs.registry import make_env
+from safeicrl.envs.registry import make_env, parse_parameters
 from safeicrl.envs.revealed import Revealed
 from safeicrl.errors import UserError, unknown_name
-from safeicrl.evaluate import describe_env
 from safeicrl.files import read_json
 from safeicrl.train import EvalConfig, TrainConfig
 
@@ -207,110 +206,166 @@ def _darkroom_safe_ad_small() -> Experiment:
 
 
 # -- the MuJoCo worlds: why these numbers is in docs/mujoco_scared.md ------------------------------------------
+#
+# Each is learned in two runs: `WORLD-short` plays short trials, in which to move and to remember is learned in many
+# cheap iterations; `WORLD` starts from its networks (--start) and plays the paper's trials of 20 episodes.
 
 
-def _dark_world(env: str, *, iterations: int, rows: int, epochs: int, minibatch: int) -> Experiment:
+def _arena_short(env: Any) -> Experiment:
     """A sparse reward that ends the episode, and costs of up to 5 a step against budgets of 10 to 50."""
     from safeicrl.algos.scared import ScaredConfig
+    from safeicrl.nets.transformer import NetConfig
     from safeicrl.optimisers.ddpg import DDPGConfig
     from safeicrl.optimisers.ppo import PPOConfig
     from safeicrl.penalty import PenaltyConfig
 
     # what is found now pays in later episodes; as in the dark room, where a discount by the episode was worse
     far: dict[str, Any] = {"discount": 0.998, "trace": 0.97}
+    episodes = 6
     algo = ScaredConfig(
-        iterations=iterations,
-        rows=rows,
+        iterations=130,
+        rows=768,
         queue=6,  # a trained agent needs about a third of an episode's steps
-        # A first policy is over its budget by 15 where a goal pays 1: at λ = 0.05 it had better not move. So η
-        # grows from 0, and λ to at most 0.6 (the sum of bound · η over the run) if some budget is always broken.
-        penalty=PenaltyConfig(step=0.0, final_step=2.4 / iterations, bound=0.5, tolerance=0.05, cap=1.0),
-        ppo=PPOConfig(
-            epochs=epochs, minibatch=minibatch, learning_rate=(1e-3, 5e-5), entropy=(0.003, 0.0003), **far
-        ),
-        ddpg=DDPGConfig(capacity=max(1024, rows), exploration=(0.5, 0.1), target_rate=0.02, **far),
+        episodes=episodes,
+        segments=2,
+        net=NetConfig(context=episodes * env.max_steps),
+        # A first policy is over its budget by 15 where a goal pays 1: with any λ it had better not move
+        penalty=PenaltyConfig(step=0.0, final_step=0.0006, bound=0.5, tolerance=0.05, cap=1.0),
+        ppo=PPOConfig(epochs=3, minibatch=96, learning_rate=(1e-3, 5e-4), entropy=(0.003, 0.0003), **far),
+        ddpg=DDPGConfig(capacity=1024, exploration=(0.5, 0.1), target_rate=0.02, **far),
     )
-    return Experiment(env=make_env(env), algo=algo, train=_world_training())
+    return Experiment(env=env, algo=algo, train=_world_training(0))
 
 
-def _velocity_world(env: str, *, iterations: int, rows: int, epochs: int, minibatch: int) -> Experiment:
+def _arena(env: Any) -> Experiment:
+    """The paper's trials, and a λ that rises until budgets are kept."""
+    first = _arena_short(env)
+    algo = dataclasses.replace(
+        first.algo,
+        iterations=260,
+        rows=512,
+        episodes=None,
+        segments=6,
+        net=dataclasses.replace(first.algo.net, context=env.spec.trial_steps),
+        penalty=dataclasses.replace(first.algo.penalty, initial=0.01, step=0.0005, final_step=0.004),
+        ppo=dataclasses.replace(first.algo.ppo, epochs=2, minibatch=32, learning_rate=(7e-4, 1e-4), warmup=3),
+    )
+    return Experiment(env=env, algo=algo, train=_world_training(40))
+
+
+def _track_short(env: Any) -> Experiment:
     """A reward at every step, and a cost of 1 for every step that is too fast, against budgets of 0 to 5."""
     from safeicrl.algos.scared import ScaredConfig
+    from safeicrl.nets.transformer import NetConfig
     from safeicrl.optimisers.ddpg import DDPGConfig
     from safeicrl.optimisers.ppo import PPOConfig
     from safeicrl.penalty import PenaltyConfig
 
     # a stride pays within the second, and most of what counts is this episode
     near: dict[str, Any] = {"discount": 0.99, "trace": 0.95}
+    episodes = 4
     algo = ScaredConfig(
-        iterations=iterations,
-        rows=rows,
+        iterations=600,
+        rows=64,
         queue=4,  # an Ant that falls ends its episode early
+        episodes=episodes,
+        segments=1,
+        # Not bfloat16 on a GPU: a trained policy's spread is small, and rounding moves the mean by a part of it
+        net=NetConfig(context=episodes * env.max_steps, dtype="float32"),
         # A metre per second more earns 75 an episode, so λ must reach tens. It may be large from the start, because
-        # an agent that has not learned to run breaks no speed limit: it grows by at most 50 over the run.
-        penalty=PenaltyConfig(
-            initial=1.0, step=40 / iterations, final_step=160 / iterations, bound=0.5, tolerance=0.05, cap=50.0
-        ),
-        ppo=PPOConfig(epochs=epochs, minibatch=minibatch, learning_rate=(5e-4, 5e-5), entropy=(0.001, 0.0), **near),
-        ddpg=DDPGConfig(capacity=max(1024, rows), exploration=(0.3, 0.05), target_rate=0.02, **near),
+        # an agent that has not learned to run breaks no speed limit.
+        penalty=PenaltyConfig(initial=1.0, step=0.05, final_step=0.25, bound=0.5, tolerance=0.05, cap=50.0),
+        ppo=PPOConfig(epochs=4, minibatch=16, learning_rate=(1e-3, 1e-4), entropy=(0.001, 0.0), **near),
+        ddpg=DDPGConfig(capacity=1024, exploration=(0.3, 0.05), target_rate=0.02, **near),
     )
-    return Experiment(env=make_env(env), algo=algo, train=_world_training())
+    return Experiment(env=env, algo=algo, train=_world_training(0))
 
 
-def _world_training() -> TrainConfig:
-    """The planned iterations or eight minutes, then one evaluation."""
-    return TrainConfig(minutes=8.0, checkpoint_minutes=3.0, evaluation=EvalConfig(every=0, tasks=200, rows=200))
+def _track(env: Any) -> Experiment:
+    """The paper's trials, with λ near where the short ones left it."""
+    first = _track_short(env)
+    algo = dataclasses.replace(
+        first.algo,
+        iterations=120,
+        rows=48,
+        queue=1,
+        episodes=None,
+        segments=2,
+        net=dataclasses.replace(first.algo.net, context=env.spec.trial_steps),
+        penalty=dataclasses.replace(first.algo.penalty, initial=25.0, step=0.5, final_step=0.5, tolerance=0.03),
+        ppo=dataclasses.replace(first.algo.ppo, epochs=3, minibatch=12, learning_rate=(5e-4, 5e-5), warmup=2),
+    )
+    return Experiment(env=env, algo=algo, train=_world_training(30))
 
 
-def _point() -> Experiment:
-    """SafeDarkPoint, for one GPU, which also moves the robot; stops after eight minutes."""
-    return _dark_world("safe-dark-point", iterations=210, rows=1024, epochs=3, minibatch=64)
+def _world_training(every: int) -> TrainConfig:
+    """The planned iterations, an evaluation at the end and before it every so many; the safest good one is kept."""
+    evaluation = EvalConfig(every=every, tasks=200, rows=200, temperature=0.25, tolerance=0.04)
+    return TrainConfig(checkpoint_minutes=1.0, evaluation=evaluation)
 
 
-def _car() -> Experiment:
-    """SafeDarkCar, for one GPU and 16 cores, best after `point` (--start RUN); stops after eight minutes."""
-    # 16 cores make 8,000 steps a second of 64 cars (docs/mujoco.md): few rows, each learned from often
-    return _dark_world("safe-dark-car", iterations=32, rows=64, epochs=8, minibatch=8)
+@dataclass(frozen=True)
+class World:
+    """A MuJoCo world's experiments."""
+
+    env: str
+    args: tuple[str, ...]  # parameters of the environment to train in
+    where: str  # the machine it is meant for
+    short: Callable[[Any], Experiment]
+    whole: Callable[[Any], Experiment]
+
+    def make(self) -> Any:
+        """The environment to train in."""
+        return make_env(self.env, **parse_parameters(self.args, "args"))
 
 
-def _half_cheetah() -> Experiment:
-    """SafeVelocityHalfCheetah, for one GPU and 16 cores; stops after eight minutes."""
-    return _velocity_world("safe-velocity-half-cheetah", iterations=110, rows=256, epochs=4, minibatch=16)
-
-
-def _ant() -> Experiment:
-    """SafeVelocityAnt, for one GPU and 16 cores; stops after eight minutes."""
-    return _velocity_world("safe-velocity-ant", iterations=52, rows=128, epochs=8, minibatch=16)
-
-
-WORLDS: dict[str, Callable[[], Experiment]] = {
-    "point": _point,
-    "car": _car,
-    "half-cheetah": _half_cheetah,
-    "ant": _ant,
+# Car is pretrained in the plane: 16 cores make 8,000 steps a second of 64 real ones (docs/mujoco.md)
+WORLDS: dict[str, World] = {
+    "point": World("safe-dark-point", (), "one GPU, which also moves the robot", _arena_short, _arena),
+    "car": World("safe-dark-car", ("engine=planar",), "one GPU, in the plane", _arena_short, _arena),
+    "half-cheetah": World("safe-velocity-half-cheetah", (), "one GPU and its cores", _track_short, _track),
+    "ant": World("safe-velocity-ant", (), "one GPU and its cores", _track_short, _track),
 }
 
 
-def _line(world: str, kind: Literal["privileged", "memoryless"]) -> Callable[[], Experiment]:
+def _whole(name: str) -> Callable[[], Experiment]:
+    make = lambda: WORLDS[name].whole(WORLDS[name].make())  # noqa: E731
+    make.__doc__ = f"`{WORLDS[name].env}`, after `{name}-short` (--start RUN); for {WORLDS[name].where}."
+    return make
+
+
+def _short(name: str) -> Callable[[], Experiment]:
+    make = lambda: WORLDS[name].short(WORLDS[name].make())  # noqa: E731
+    make.__doc__ = f"What `{name}` starts from: the same world in short trials."
+    return make
+
+
+def _line(name: str, kind: Literal["privileged", "memoryless"]) -> Callable[[], Experiment]:
     """A reference line of a world, from the same trainer: one episode a trial, evaluated with its context wiped.
 
     The privileged one is told the task, so that it has nothing to remember between episodes either.
     """
 
     def make() -> Experiment:
-        base = WORLDS[world]()
-        env = Revealed(name=describe_env(base.env)["name"]) if kind == "privileged" else base.env
-        steps = base.env.spec.max_steps
+        world = WORLDS[name]
+        base, whole = world.short(world.make()), world.whole(world.make())
+        env = Revealed(name=world.env, args=world.args) if kind == "privileged" else base.env
         algo = dataclasses.replace(
             base.algo,
-            iterations=5 * base.algo.iterations,  # of a fifth of the length each
             episodes=1,
             queue=8,
-            steps=4 * steps,
+            steps=4 * base.env.max_steps,
             segments=1,
-            net=dataclasses.replace(base.algo.net, context=steps),
-            penalty=_spread_out(base.algo.penalty, 5),
+            net=dataclasses.replace(base.algo.net, context=base.env.max_steps),
         )
+        if world.short is _arena_short:  # as many steps as the short trials, and the whole ones' λ
+            algo = dataclasses.replace(
+                algo,
+                iterations=300,
+                rows=512,
+                penalty=dataclasses.replace(algo.penalty, final_step=whole.algo.penalty.final_step),
+                ppo=dataclasses.replace(algo.ppo, minibatch=128, learning_rate=(1e-3, 5e-5)),
+            )
         evaluation = dataclasses.replace(base.train.evaluation, wipe=True)
         return Experiment(env=env, algo=algo, train=dataclasses.replace(base.train, evaluation=evaluation))
 
@@ -318,14 +373,8 @@ def _line(world: str, kind: Literal["privileged", "memoryless"]) -> Callable[[],
         "privileged": "told the task: the line above",
         "memoryless": "no memory of past episodes: the line below",
     }
-    make.__doc__ = f"The `{world}` agent, {what[kind]}."
+    make.__doc__ = f"The `{name}` agent, {what[kind]}."
     return make
-
-
-def _spread_out(penalty: Any, times: int) -> Any:
-    """The same path of λ over `times` as many iterations."""
-    last = penalty.step if penalty.final_step is None else penalty.final_step
-    return dataclasses.replace(penalty, step=penalty.step / times, final_step=last / times)
 
 
 PRESETS: dict[str, Callable[[], Experiment]] = {
@@ -337,7 +386,8 @@ PRESETS: dict[str, Callable[[], Experiment]] = {
     "darkroom-safe-ad-tuned": _darkroom_safe_ad_tuned,
     "darkroom-safe-ad-small": _darkroom_safe_ad_small,
     "point-safe-ad": _point_safe_ad,
-    **WORLDS,
+    **{world: _whole(world) for world in WORLDS},
+    **{f"{world}-short": _short(world) for world in WORLDS},
     **{f"{world}-privileged": _line(world, "privileged") for world in WORLDS},
     **{f"{world}-memoryless": _line(world, "memoryless") for world in WORLDS},
 }
