@@ -22,7 +22,7 @@ def measure(folder: Path) -> dict[str, Any]:
     iterations, steps, seconds = np.diff(log, axis=0).T
     seeds = config["train"]["seeds"]
     return {
-        "run": folder.name,
+        "run": folder.as_posix(),
         "device": config["device"],
         "seeds": seeds,
         "iterations": int(log[-1, 0]),

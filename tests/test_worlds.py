@@ -216,6 +216,14 @@ def is_shape(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
+def test_the_shipped_point_learns_arenas_in_context():
+    """Sixteen it has never seen: it searches once, then goes where the goal was, around what cost it before."""
+    policy = load_policy("safe-dark-point")
+    found = evaluate(policy.env, policy.agent, tasks=16, episodes=5, seed=1)
+    assert found.returns[:, -2:].mean() > 0.9
+    assert found.costs[:, -2:].mean() < 0.5 * found.costs[:, 0].mean()
+
+
 def test_a_policy_is_shown_in_its_own_world_only(runs):
     with pytest.raises(UserError, match="is for safe-dark-point, not for safe-dark-car"):
         demo.contenders(world="car", policy=str(trained("point", runs)))
@@ -223,7 +231,8 @@ def test_a_policy_is_shown_in_its_own_world_only(runs):
         demo.contenders(world="pint")
 
 
-def test_the_demo_of_a_world_without_a_policy_shows_the_random_agent(tmp_path, capsys):
+def test_the_demo_of_a_world_without_a_policy_shows_the_random_agent(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(demo, "policy_names", lambda: [])
     env = make_env("safe-dark-point", max_steps=3, episodes=2)
     files = demo.run(tmp_path, world="safe-dark-point", tasks=3, env=env)
     assert {"one-task.gif", "episodes.png", "random.npz"} <= {file.name for file in files}
