@@ -96,7 +96,11 @@ def test_the_card_says_what_it_is(run, tmp_path, capsys):
 def test_a_policy_for_other_parameters_of_its_environment(run, tmp_path, capsys):
     out = tmp_path / "mine"
     assert main(["export", str(run), "--out", str(out), "--env-args", "alpha=0.25", "episodes=7"]) == 0
-    parameters = load_policy(out).card["env"]["parameters"]
+    card = load_policy(out).card
+    parameters = card["env"]["parameters"]
+    assert "evaluation" not in card  # which was of another environment
+    assert card["trained_in"]["parameters"]["episodes"] == ROOM.episodes
+    assert card["limits"][0].endswith(f"alpha={ROOM.alpha}, here 0.25, episodes={ROOM.episodes}, here 7")
     assert (parameters["alpha"], parameters["episodes"], parameters["size"]) == (0.25, 7, ROOM.size)
     capsys.readouterr()
     line = refused(capsys, "export", str(run), "--out", str(tmp_path / "no"), "--env-args", f"size={ROOM.size + 1}")

@@ -14,6 +14,7 @@ import pytest
 from probe import Push
 
 from safeicrl.cli import main
+from safeicrl.contenders import reference
 from safeicrl.envs import draw, physics, scene
 from safeicrl.envs.api import Box, EnvSpec
 from safeicrl.envs.registry import make_env
@@ -210,6 +211,34 @@ def test_a_car_can_begin_with_what_a_point_has_learned():
     ]
     shapes = [[leaf.shape for leaf in jax.tree.leaves(net)] for net in nets]
     assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize(
+    ("net", "words"),
+    [
+        ({"heads": 4}, "has heads 2, this run 4: --algo.net.heads 2 starts from it"),
+        ({"layers": 2}, "has layers 1, this"),
+    ],
+)
+def test_a_start_of_another_size_is_refused(net, words, runs, tmp_path):
+    """Other heads have the same arrays, and would compute something else with them."""
+    folder, whole = trained("point", runs), shrunk("point")
+    algo = dataclasses.replace(whole.algo, net=dataclasses.replace(whole.algo.net, **net))
+    settings = dataclasses.replace(whole.train, start=str(folder))
+    with pytest.raises(UserError, match=words):
+        train(dataclasses.replace(whole, algo=algo).build(), settings, out=tmp_path / "new")
+    with pytest.raises(UserError, match="takes the folder of a training run, and safe-dark-point is none"):
+        train(whole.build(), dataclasses.replace(settings, start="safe-dark-point"), out=tmp_path / "new")
+
+
+def test_a_car_in_the_plane_is_said_to_be_one():
+    for env, approximate in (
+        (make_env("safe-dark-car", engine="planar"), True),
+        (Revealed(name="safe-dark-car", args=("engine=planar",)), True),
+        (make_env("safe-dark-car"), False),
+        (make_env("safe-dark-point", engine="planar"), False),
+    ):
+        assert reference("random", env).approximate == approximate
 
 
 def is_shape(leaf: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from safeicrl.envs.api import Env
 from safeicrl.envs.dark_room import SafeDarkRoom
+from safeicrl.envs.wrapped import Wrapped
 from safeicrl.errors import UserError, check_budget, unknown_name
 from safeicrl.evaluate import WipedAgent, evaluate, with_options
 from safeicrl.policy import Policy, changed_env, load_policy, policy_names, run_policies
@@ -24,6 +25,12 @@ class Contender:
     agent: Agent
     meta: dict[str, Any]
     policy: Policy | None = None  # where it was released: knows what it was trained on
+
+    @property
+    def approximate(self) -> bool:
+        """Whether its environment only approximates the one whose name it has."""
+        inner = self.env.inner if isinstance(self.env, Wrapped) else self.env
+        return bool(getattr(inner, "approximate", False))
 
     def evaluate(
         self, *, budgets: tuple[float, float] | None = None, episodes: int | None = None, **settings: Any

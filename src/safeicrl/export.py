@@ -44,9 +44,10 @@ def export_policy(
     """
     target, source = _target(Path(out), overwrite), _source(name_or_path, seed)
     card = checkpoint.read_card(source)
-    _, agent = load_agent(source, card)
+    own, agent = load_agent(source, card)
     env = changed_env(card, env_args or {})
-    card["env"] = describe_env(env)
+    if env != own:
+        _move(card, own, env)
     given = {"name": name, "description": description, "temperature": temperature}
     for what, text in (("name", name), ("description", description), *(("limit", limit) for limit in limits)):
         if text is not None and not text.strip():
@@ -57,12 +58,23 @@ def export_policy(
     _, how = with_options(env, agent, temperature=card.get("temperature"))
     if evaluation is not None:
         card["evaluation"] = _evaluation(Path(evaluation), env, card, how)
+    elif env != own:
+        card.pop("evaluation", None)  # of another environment
     card["limits"] = [*card.get("limits", []), *limits]
     where = surroundings()
     origin = source.stem if source.parent == PRETRAINED else str(source)
     card["exported"] = {"from": origin, **{key: where[key] for key in ("command", "date", "safeicrl")}}
     checkpoint.save_policy(target, agent, card)
     return target
+
+
+def _move(card: dict[str, Any], own: Env, env: Env) -> None:
+    """Make a card one for `env`; it says where the policy was trained."""
+    card["trained_in"], card["env"] = describe_env(own), describe_env(env)
+    before, now = card["trained_in"]["parameters"], card["env"]["parameters"]
+    words = ", ".join(f"{name}={before[name]}, here {now[name]}" for name in before if before[name] != now[name])
+    old = [limit.replace(" and these environment parameters only", "") for limit in card.get("limits", [])]
+    card["limits"] = [f"trained with other parameters of its environment: {words}", *old]
 
 
 def best_seed(folder: Path) -> int:

@@ -336,7 +336,7 @@ def _whole(name: str) -> Callable[[], Experiment]:
 
 def _short(name: str) -> Callable[[], Experiment]:
     make = lambda: WORLDS[name].short(WORLDS[name].make())  # noqa: E731
-    make.__doc__ = f"What `{name}` starts from: the same world in short trials."
+    make.__doc__ = f"`{WORLDS[name].env}` in short trials, for `{name}` to start from."
     return make
 
 
@@ -358,7 +358,7 @@ def _line(name: str, kind: Literal["privileged", "memoryless"]) -> Callable[[], 
             segments=1,
             net=dataclasses.replace(base.algo.net, context=base.env.max_steps),
         )
-        if world.short is _arena_short:  # as many steps as the short trials, and the whole ones' λ
+        if world.short is _arena_short:  # at most as many steps as the short trials, and the whole ones' λ
             algo = dataclasses.replace(
                 algo,
                 iterations=300,

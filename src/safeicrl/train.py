@@ -27,7 +27,7 @@ from safeicrl.envs import physics
 from safeicrl.envs.api import PyTree
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.evaluate import describe_env, evaluate, surroundings, with_options
-from safeicrl.files import write_json
+from safeicrl.files import read_json, write_json
 from safeicrl.log import JsonLines, Sink, TensorBoard, Terminal, WandB
 from safeicrl.results import Results, Summary, summarise
 from safeicrl.signals import StopRequest
@@ -214,10 +214,25 @@ def _begin(
         raise UserError(f"{folder} holds a run already: resume it or choose another folder")
     state = eqx.filter_jit(_init)(algorithm, config.seed, config.seeds)
     if config.start is not None:
+        _check_start(algorithm, Path(config.start))
         other, _ = checkpoint.load(Path(config.start) / "checkpoint.safetensors", template, kind="checkpoint")
         state = algorithm.start_from(state, other)
     write_json(folder / "config.json", _describe(algorithm, config))
     return state, Status(failures=[0] * config.seeds, best=[None] * config.seeds)
+
+
+def _check_start(algorithm: Algorithm, folder: Path) -> None:
+    """Refuse the networks of other sizes; other heads would even fit, and compute something else."""
+    if not folder.is_dir():
+        raise UserError(f"--start takes the folder of a training run, and {folder} is none")
+    theirs = read_json(folder / "config.json", "training run")["algo"]["config"].get("net", {})
+    ours = dataclasses.asdict(algorithm.config).get("net", {})
+    for size in ("width", "layers", "heads"):
+        if theirs.get(size) != ours.get(size):
+            raise UserError(
+                f"{folder} has {size} {theirs.get(size)}, this run {ours.get(size)}: "
+                f"--algo.net.{size} {theirs.get(size)} starts from it"
+            )
 
 
 def _describe(algorithm: Algorithm, config: TrainConfig) -> dict[str, Any]:

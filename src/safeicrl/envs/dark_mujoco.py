@@ -221,6 +221,11 @@ class SafeDarkCar(SafeDarkMujoco):
 
     robot: ClassVar[str] = "car"
 
+    @property
+    def approximate(self) -> bool:
+        """Whether this is the car of planar.py, to pretrain in, and not MuJoCo's."""
+        return self.engine == "planar"
+
     def observe(self, qpos: jax.Array) -> jax.Array:
         """From the free joint: position and unit quaternion."""
         w, x, y, z = qpos[3:7] / jnp.linalg.norm(qpos[3:7])

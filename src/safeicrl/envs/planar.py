@@ -1,7 +1,7 @@
 """Point and Car as bodies that move in the plane, in a few lines of JAX: engine `planar` of physics.py.
 
 Point's equations are MuJoCo's own, so its worlds can run on an accelerator and nothing changes. Car's are an
-approximation, fitted to MuJoCo's car when it is first asked for: no tilt, no slip, no chaos of contacts. It is
+approximation, fitted to MuJoCo's car when it is first asked for: no tilt, no skidding, no chaos of contacts. It is
 there to pretrain in, hundreds of times faster than the real one; policies are evaluated in MuJoCo.
 
 Both advance [worlds]: (qpos, qvel, ctrl, substeps) → (qpos, qvel).
@@ -107,7 +107,7 @@ class Car:
     keep_turn: float  # the same of the yaw rate ...
     steer: float  # ... for their difference
     drift: float  # change of the yaw rate for each product of it and the speed
-    slip: float  # speed to the side for each yaw rate: the origin is ahead of the axle
+    side: float  # speed to the side for each yaw rate: the origin is ahead of the axle
 
 
 FIT_WORLDS, FIT_STEPS = 64, 40  # of five simulation steps each: some seconds
@@ -141,8 +141,8 @@ def car_constants(substeps: int) -> Car:
     left, right = np.moveaxis(np.array(wheels)[1:], -1, 0)
     keep_speed, push = _least_squares(forward[1:], forward[:-1], left + right)
     keep_turn, steer, drift = _least_squares(turn[1:], turn[:-1], left - right, turn[:-1] * forward[:-1])
-    (slip,) = _least_squares(side, turn)
-    return Car(seconds, force, keep_speed, push, keep_turn, steer, drift, slip)
+    (aside,) = _least_squares(side, turn)
+    return Car(seconds, force, keep_speed, push, keep_turn, steer, drift, aside)
 
 
 def _pose(qpos: np.ndarray) -> np.ndarray:
@@ -167,7 +167,7 @@ def advance_car(qpos: jax.Array, qvel: jax.Array, ctrl: jax.Array, substeps: int
     forward = car.keep_speed * forward + car.push * wheels.sum(-1)
 
     def velocity(yaw: jax.Array) -> tuple[jax.Array, jax.Array]:
-        side = car.slip * new_turn
+        side = car.side * new_turn
         return (
             forward * jnp.sin(yaw) + side * jnp.cos(yaw),
             -forward * jnp.cos(yaw) + side * jnp.sin(yaw),
