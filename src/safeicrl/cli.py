@@ -21,7 +21,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from safeicrl.errors import BeyondTraining, UserError, unknown_name
+from safeicrl.errors import Approximation, BeyondTraining, UserError, unknown_name
 from safeicrl.files import make_folder
 from safeicrl.version import VERSION
 
@@ -71,7 +71,7 @@ def _plain_warnings() -> Iterator[None]:
             message: Warning | str, category: type[Warning], filename: str, lineno: int,
             file: TextIO | None = None, line: str | None = None,
         ) -> None:  # fmt: skip
-            if issubclass(category, BeyondTraining):
+            if issubclass(category, (Approximation, BeyondTraining)):
                 print(f"safeicrl: {message}", file=sys.stderr)
             else:
                 of_others(message, category, filename, lineno, file, line)
@@ -260,8 +260,6 @@ def evaluate(args: list[str]) -> None:
             raise UserError(f"--out must name the file to write, without extension, got {str(asked.out)!r}")
         make_folder(asked.out.parent)
     for name, who in contenders.items():
-        if who.approximate:
-            print("engine=planar is an approximation of Car: --env-args engine=auto evaluates in MuJoCo")
         result = who.evaluate(
             tasks=asked.tasks, budgets=asked.budgets, budget_count=asked.budget_count, episodes=asked.episodes,
             seed=asked.seed, rows=asked.rows, label=asked.label or who.label,

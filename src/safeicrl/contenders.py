@@ -1,5 +1,6 @@
 """Who can be evaluated: released policies by name or path, and the reference lines by name."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 from safeicrl.envs.api import Env
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.envs.wrapped import Wrapped
-from safeicrl.errors import UserError, check_budget, unknown_name
+from safeicrl.errors import Approximation, UserError, check_budget, unknown_name
 from safeicrl.evaluate import WipedAgent, evaluate, with_options
 from safeicrl.policy import Policy, changed_env, load_policy, policy_names, run_policies
 from safeicrl.reference import ExplorerAgent, PlannerAgent, RandomAgent
@@ -26,16 +27,14 @@ class Contender:
     meta: dict[str, Any]
     policy: Policy | None = None  # where it was released: knows what it was trained on
 
-    @property
-    def approximate(self) -> bool:
-        """Whether its environment only approximates the one whose name it has."""
-        inner = self.env.inner if isinstance(self.env, Wrapped) else self.env
-        return bool(getattr(inner, "approximate", False))
-
     def evaluate(
         self, *, budgets: tuple[float, float] | None = None, episodes: int | None = None, **settings: Any
     ) -> Results:
-        """`evaluate.evaluate` under its own label; warns where it goes beyond what a policy was trained on."""
+        """`evaluate.evaluate` under its own label; warns of what is approximate or beyond a policy's training."""
+        inner = self.env.inner if isinstance(self.env, Wrapped) else self.env
+        if getattr(inner, "approximate", False):
+            words = "engine=planar is an approximation of Car: --env-args engine=auto evaluates in MuJoCo"
+            warnings.warn(words, Approximation, stacklevel=2)
         if self.policy is not None:
             spec = self.env.spec
             asked = check_budget(budgets or spec.test_budget)

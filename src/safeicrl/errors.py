@@ -11,6 +11,10 @@ class UserError(ValueError):
     """A mistake in what the user asked for. The command line prints its message without a traceback."""
 
 
+class Approximation(UserWarning):
+    """What is measured is not the world it is named after."""
+
+
 class BeyondTraining(UserWarning):
     """A policy is used beyond what it was trained on: it still acts, but nobody knows how well."""
 

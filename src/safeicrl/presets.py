@@ -253,6 +253,19 @@ def _arena(env: Any) -> Experiment:
     return Experiment(env=env, algo=algo, train=_world_training(40))
 
 
+def _arena_line(env: Any) -> Experiment:
+    """At most as many steps as the short trials, and λ as far as in the whole ones."""
+    first = _single_episodes(_arena_short(env))
+    algo = dataclasses.replace(
+        first.algo,
+        iterations=300,
+        rows=512,
+        penalty=dataclasses.replace(first.algo.penalty, final_step=_arena(env).algo.penalty.final_step),
+        ppo=dataclasses.replace(first.algo.ppo, minibatch=128, learning_rate=(1e-3, 5e-5)),
+    )
+    return dataclasses.replace(first, algo=algo)
+
+
 def _track_short(env: Any) -> Experiment:
     """A reward at every step, and a cost of 1 for every step that is too fast, against budgets of 0 to 5."""
     from safeicrl.algos.scared import ScaredConfig
@@ -298,6 +311,20 @@ def _track(env: Any) -> Experiment:
     return Experiment(env=env, algo=algo, train=_world_training(30))
 
 
+def _track_line(env: Any) -> Experiment:
+    """The short trials' settings."""
+    return _single_episodes(_track_short(env))
+
+
+def _single_episodes(base: Experiment) -> Experiment:
+    """One episode a trial, several trials a row, evaluated with its context wiped."""
+    steps = base.env.max_steps
+    net = dataclasses.replace(base.algo.net, context=steps)
+    algo = dataclasses.replace(base.algo, episodes=1, queue=8, steps=4 * steps, segments=1, net=net)
+    evaluation = dataclasses.replace(base.train.evaluation, wipe=True)
+    return dataclasses.replace(base, algo=algo, train=dataclasses.replace(base.train, evaluation=evaluation))
+
+
 def _world_training(every: int) -> TrainConfig:
     """The planned iterations, an evaluation at the end and before it every so many; the safest good one is kept."""
     evaluation = EvalConfig(every=every, tasks=200, rows=200, temperature=0.25, tolerance=0.04)
@@ -313,6 +340,7 @@ class World:
     where: str  # the machine it is meant for
     short: Callable[[Any], Experiment]
     whole: Callable[[Any], Experiment]
+    line: Callable[[Any], Experiment]
 
     def make(self) -> Any:
         """The environment to train in."""
@@ -321,10 +349,12 @@ class World:
 
 # Car is pretrained in the plane: 16 cores make 8,000 steps a second of 64 real ones (docs/mujoco.md)
 WORLDS: dict[str, World] = {
-    "point": World("safe-dark-point", (), "one GPU, which also moves the robot", _arena_short, _arena),
-    "car": World("safe-dark-car", ("engine=planar",), "one GPU, in the plane", _arena_short, _arena),
-    "half-cheetah": World("safe-velocity-half-cheetah", (), "one GPU and its cores", _track_short, _track),
-    "ant": World("safe-velocity-ant", (), "one GPU and its cores", _track_short, _track),
+    "point": World("safe-dark-point", (), "one GPU, which also moves the robot", _arena_short, _arena, _arena_line),
+    "car": World("safe-dark-car", ("engine=planar",), "one GPU, in the plane", _arena_short, _arena, _arena_line),
+    "half-cheetah": World(
+        "safe-velocity-half-cheetah", (), "one GPU and its cores", _track_short, _track, _track_line
+    ),
+    "ant": World("safe-velocity-ant", (), "one GPU and its cores", _track_short, _track, _track_line),
 }
 
 
@@ -341,33 +371,17 @@ def _short(name: str) -> Callable[[], Experiment]:
 
 
 def _line(name: str, kind: Literal["privileged", "memoryless"]) -> Callable[[], Experiment]:
-    """A reference line of a world, from the same trainer: one episode a trial, evaluated with its context wiped.
+    """A reference line of a world, from the same trainer.
 
     The privileged one is told the task, so that it has nothing to remember between episodes either.
     """
 
     def make() -> Experiment:
         world = WORLDS[name]
-        base, whole = world.short(world.make()), world.whole(world.make())
-        env = Revealed(name=world.env, args=world.args) if kind == "privileged" else base.env
-        algo = dataclasses.replace(
-            base.algo,
-            episodes=1,
-            queue=8,
-            steps=4 * base.env.max_steps,
-            segments=1,
-            net=dataclasses.replace(base.algo.net, context=base.env.max_steps),
-        )
-        if world.short is _arena_short:  # at most as many steps as the short trials, and the whole ones' λ
-            algo = dataclasses.replace(
-                algo,
-                iterations=300,
-                rows=512,
-                penalty=dataclasses.replace(algo.penalty, final_step=whole.algo.penalty.final_step),
-                ppo=dataclasses.replace(algo.ppo, minibatch=128, learning_rate=(1e-3, 5e-5)),
-            )
-        evaluation = dataclasses.replace(base.train.evaluation, wipe=True)
-        return Experiment(env=env, algo=algo, train=dataclasses.replace(base.train, evaluation=evaluation))
+        found = world.line(world.make())
+        if kind == "memoryless":
+            return found
+        return dataclasses.replace(found, env=Revealed(name=world.env, args=world.args))
 
     what = {
         "privileged": "told the task: the line above",

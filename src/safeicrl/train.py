@@ -212,9 +212,10 @@ def _begin(
         return state, Status(**meta["status"])
     if path.exists():
         raise UserError(f"{folder} holds a run already: resume it or choose another folder")
-    state = eqx.filter_jit(_init)(algorithm, config.seed, config.seeds)
     if config.start is not None:
         _check_start(algorithm, Path(config.start))
+    state = eqx.filter_jit(_init)(algorithm, config.seed, config.seeds)
+    if config.start is not None:
         other, _ = checkpoint.load(Path(config.start) / "checkpoint.safetensors", template, kind="checkpoint")
         state = algorithm.start_from(state, other)
     write_json(folder / "config.json", _describe(algorithm, config))
@@ -225,7 +226,10 @@ def _check_start(algorithm: Algorithm, folder: Path) -> None:
     """Refuse the networks of other sizes; other heads would even fit, and compute something else."""
     if not folder.is_dir():
         raise UserError(f"--start takes the folder of a training run, and {folder} is none")
-    theirs = read_json(folder / "config.json", "training run")["algo"]["config"].get("net", {})
+    try:
+        theirs = read_json(folder / "config.json", "training run")["algo"]["config"].get("net", {})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder / 'config.json'} is no training run: {error!r}") from None
     ours = dataclasses.asdict(algorithm.config).get("net", {})
     for size in ("width", "layers", "heads"):
         if theirs.get(size) != ours.get(size):
