@@ -32,8 +32,8 @@ class Contender:
     ) -> Results:
         """`evaluate.evaluate` under its own label; warns of what is approximate or beyond a policy's training."""
         inner = self.env.inner if isinstance(self.env, Wrapped) else self.env
-        if getattr(inner, "approximate", False):
-            words = "engine=planar is an approximation of Car: --env-args engine=auto evaluates in MuJoCo"
+        if robot := getattr(inner, "approximation", None):
+            words = f"engine={inner.engine} is an approximation of {robot}: --env-args engine=auto evaluates the real one"
             warnings.warn(words, Approximation, stacklevel=2)
         if self.policy is not None:
             spec = self.env.spec

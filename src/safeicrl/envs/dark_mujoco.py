@@ -222,9 +222,9 @@ class SafeDarkCar(SafeDarkMujoco):
     robot: ClassVar[str] = "car"
 
     @property
-    def approximate(self) -> bool:
-        """Whether this is the car of planar.py, to pretrain in, and not MuJoCo's."""
-        return self.engine == "planar"
+    def approximation(self) -> str | None:
+        """What this is an approximation of, where it is one to pretrain in."""
+        return "Car" if self.engine == "planar" else None
 
     def observe(self, qpos: jax.Array) -> jax.Array:
         """From the free joint: position and unit quaternion."""

@@ -4,6 +4,7 @@ A model knows nothing of tasks: goals, hazards and speed limits are data of the 
 compiled once in a process. MuJoCo is an optional dependency, imported when the first model is asked for.
 """
 
+import copy
 import functools
 import importlib.util
 from collections.abc import Callable
@@ -14,6 +15,9 @@ from safeicrl.errors import UserError, unknown_name
 
 if TYPE_CHECKING:
     import mujoco
+
+# With one, Ant moves differently (docs/mujoco.md); RK4 evaluates the forces four times.
+EULER_STEPS = 2
 
 # What every Safety-Gymnasium robot has in common: Euler and the Newton solver are MuJoCo's own defaults, the
 # pyramidal cone, 100 iterations and a tolerance of 1e-8 too. Robots collide with the floor only: no two parts
@@ -107,6 +111,17 @@ def load(robot: str) -> "mujoco.MjModel":
     model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_AUTORESET
     # One robot is one island of contacts: looking for more costs 6% of a Car's step.
     model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_ISLAND
+    return model
+
+
+@functools.cache
+def load_euler(robot: str) -> "mujoco.MjModel":
+    """The model of `load` with Euler steps, `EULER_STEPS` of which are as long as one of its own."""
+    import mujoco
+
+    model = copy.copy(load(robot))
+    model.opt.integrator = mujoco.mjtIntegrator.mjINT_EULER
+    model.opt.timestep /= EULER_STEPS
     return model
 
 

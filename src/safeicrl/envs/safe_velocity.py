@@ -176,6 +176,11 @@ class SafeVelocityAnt(SafeVelocity):
     alive_bonus: ClassVar[float] = 1.0
     hidden: ClassVar[int] = 2
 
+    @property
+    def approximation(self) -> str | None:
+        """What this is an approximation of, where it is one to pretrain in."""
+        return "Ant" if self.engine == "euler" else None
+
     def _velocity(self, old: PhysicsState, new: PhysicsState) -> tuple[jax.Array, jax.Array]:
         velocity = (new.anchor - old.anchor) / self._dt
         return velocity[0], jnp.linalg.norm(velocity)
