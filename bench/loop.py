@@ -13,6 +13,8 @@ from rich.console import Console
 from safeicrl.files import read_json, write_json
 from safeicrl.log import read_metrics
 
+SAFE = (0.05, 0.03)  # shares of all and of the last episodes over budget, at most
+
 
 def measure(folder: Path) -> dict[str, Any]:
     """Steps/s and seconds of the median iteration, over all seeds together; evaluations are the outliers."""
@@ -21,6 +23,11 @@ def measure(folder: Path) -> dict[str, Any]:
     log = np.array([[row[name] for name in names] for row in rows if "return" in row], float)  # [row, 3]
     iterations, steps, seconds = np.diff(log, axis=0).T
     seeds = config["train"]["seeds"]
+    safe = [
+        row["seconds"] / 60
+        for row in rows
+        if row.get("eval/over_budget", 1.0) <= SAFE[0] and row["eval/over_budget_last"] <= SAFE[1]
+    ]
     return {
         "run": folder.as_posix(),
         "device": config["device"],
@@ -29,6 +36,7 @@ def measure(folder: Path) -> dict[str, Any]:
         "seconds_per_iteration": float(np.median(seconds / iterations)),
         "env_steps_per_s": float(seeds * np.median(steps / seconds)),
         "minutes": float(log[-1, 2] / 60),
+        "minutes_to_safety": safe[0] if safe else None,  # of the first evaluation within SAFE
     }
 
 
@@ -39,9 +47,15 @@ def main() -> None:
     args = parser.parse_args()
     found = [measure(folder) for folder in args.runs]
     for run in found:
+        safety = run["minutes_to_safety"]
         Console().print(
             f"{run['run']}: {run['env_steps_per_s']:,.0f} env steps/s over {run['seeds']} seed(s), "
             f"{run['seconds_per_iteration']:.2f} s an iteration, {run['minutes']:.1f} min on {run['device']}"
+            + (
+                ""
+                if safety is None
+                else f", {safety:.1f} min to at most {SAFE[0]:.0%} and {SAFE[1]:.0%} over budget"
+            )
         )
     if args.out is not None:
         write_json(args.out, {"runs": found})

@@ -2,6 +2,7 @@
 
 python bench/physics.py          C engine against raw mujoco.batch on 1 and 2 threads → results/bench_physics.json
 python bench/physics.py --gpu    every engine from 64 to 8192 worlds → results/bench_physics_gpu.json
+python bench/physics.py --approximations    engines to pretrain in, against c → results/bench_approximations.json
 
 All rates are physics steps (mj_steps) a second over all worlds; 50 of them make one step of Point and Car, 5 one
 of HalfCheetah and Ant.
@@ -38,6 +39,7 @@ ENVS = {
 }
 # Safety-Gymnasium 1.0.0 on one core, slowest and fastest run seen, in its env steps of 10 physics steps.
 ORIGINAL = {"point": (390, 1340), "car": (275, 960)}
+APPROXIMATIONS = {"car": "planar", "ant": "euler"}
 ROUGH_RATE = {"point": 2e5, "car": 4e4, "half_cheetah": 8e4, "ant": 1.4e4}  # one core, to size the runs
 
 
@@ -181,6 +183,20 @@ def measure_engines(
     return rows
 
 
+def approximations(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """How much faster the engines to pretrain in are than the real one, by turns."""
+    rows = []
+    for robot, engine in APPROXIMATIONS.items():
+        for worlds in args.worlds:
+            real, other = (compile_engine(robot, name, worlds) for name in ("c", engine))
+            pairs = [(real(args.seconds), other(args.seconds)) for _ in range(args.repeats)]
+            c, fast = (max(rates) for rates in zip(*pairs, strict=True))
+            rows.append(
+                {"robot": robot, "engine": engine, "worlds": worlds, "c": c, "rate": fast, "times": fast / c}
+            )
+    return rows
+
+
 def print_engines(rows: list[dict[str, Any]], console: Console) -> None:
     batches = sorted({row["worlds"] for row in rows})
     table = Table(title="physics steps/s, thousands", box=None)
@@ -218,6 +234,7 @@ def usable(robots: list[str], console: Console) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", help="compare the engines instead")
+    parser.add_argument("--approximations", action="store_true", help="compare the engines to pretrain in instead")
     parser.add_argument("--robots", nargs="+", default=list(ENVS), choices=list(ENVS))
     parser.add_argument("--worlds", nargs="+", type=int, help="batch sizes")
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
@@ -238,6 +255,12 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(0)  # compilations that were given up on would keep the process waiting
     args.worlds = args.worlds or [64, 512]
+    if args.approximations:
+        rows = approximations(args)
+        for row in rows:
+            console.print(f"{row['robot']}, {row['worlds']} worlds: {row['engine']} is {row['times']:,.2f} times c")
+        write_json(args.out or Path("results/bench_approximations.json"), {**about, "approximations": rows})
+        return
     cases = [
         (robot, worlds, threads) for robot in args.robots for worlds in args.worlds for threads in args.threads
     ]

@@ -1,7 +1,8 @@
 """Trials with the transformer in the loop, and the learner's update.
 
 python bench/trials.py                       trials on this machine's CPU → results/bench_trials.json
-python bench/trials.py --rows 128 256 512 1024 2048 4096 8192 --update --out results/bench_trials_h200.json
+python bench/trials.py --rows 128 256 512 1024 2048 4096 8192 --out results/bench_trials_h200.json
+python bench/trials.py --rows --update --repeats 5 --out results/bench_update_h200.json    only the update
 """
 
 import argparse
@@ -29,6 +30,7 @@ from safeicrl.trial import episode_sums, run_trials, sample_queue
 
 ENV = SafeDarkRoom()
 EPOCHS = 8  # gradient steps in one timed update
+UPDATES = ((8, 32), (4, 32), (2, 32), (2, 64))  # heads and rows
 
 
 def play(rows: int, args: argparse.Namespace) -> dict[str, float]:
@@ -83,7 +85,7 @@ def update(heads: int, rows: int, args: argparse.Namespace) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[16, 64, 256], help="trials side by side")
+    parser.add_argument("--rows", type=int, nargs="*", default=[16, 64, 256], help="trials side by side, if any")
     parser.add_argument("--steps", type=int, default=ENV.spec.trial_steps)
     parser.add_argument("--segments", type=int, default=6, help="stages in which the KV cache grows")
     parser.add_argument("--repeats", type=int, default=2)
@@ -104,9 +106,10 @@ def main() -> None:
     for p in played:
         cells = (f"{p['steps_per_s']:,.0f}", f"{p['seconds']:.2f}", f"{p['compile_s']:.1f}", f"{p['peak_gib']:.2f}")
         table.add_row(f"{p['rows']:,}", *cells)
-    console.print(table)
+    if played:
+        console.print(table)
 
-    updates = [update(heads, rows, args) for heads, rows in ((8, 32), (4, 32), (4, 64))] if args.update else []
+    updates = [update(heads, rows, args) for heads, rows in UPDATES] if args.update else []
     for u in updates:
         console.print(
             f"update, {u['heads']} heads, {u['rows']} rows: {u['milliseconds']:.2f} ms "

@@ -142,6 +142,15 @@ def test_a_car_in_the_plane_is_near_the_real_one():
     np.testing.assert_allclose(planar[:, 2], c[:, 2], atol=0.01)  # neither jumps nor sinks
 
 
+def test_ant_by_euler_steps_is_near_the_real_one():
+    """After one step of random torques; by as few steps as RK4's it would be five times as far."""
+    state, ctrl = worlds("ant", 64)
+    real, euler = (roll(physics.Job("ant", 5, 1, engine), state, ctrl[None]) for engine in ("c", "euler"))
+    moved, apart = (np.abs(x).mean() for x in (real.qvel[0, :, 0] - state.qvel, (euler.qvel - real.qvel)[0, :, 0]))
+    assert 0 < apart < 0.1 * moved
+    np.testing.assert_allclose(euler.anchor, euler.qpos[..., :2])
+
+
 @pytest.mark.parametrize("robot", ["point", "car", "half_cheetah"])
 def test_mjx_follows_c_over_a_short_prefix(robot):
     pytest.importorskip("mujoco.mjx")
@@ -228,6 +237,8 @@ def test_bad_engines_are_named():
         make_env("safe-dark-car", engine="mjz")
     with pytest.raises(UserError, match="'planar' knows only the robots point, car"):
         make_env("safe-velocity-ant", engine="planar")
+    with pytest.raises(UserError, match="'euler' is for the robot that MuJoCo moves by RK4, ant, got 'half_"):
+        make_env("safe-velocity-half-cheetah", engine="euler")
     with pytest.raises(UserError, match="threads must be an integer ≥ 0"):
         physics.set_threads(-1)
     with pytest.raises(UserError, match=r"unknown robot 'cat'.*'car'"):

@@ -181,7 +181,7 @@ def test_the_presets_are_the_papers_experiment(world):
         assert steps[0] == pytest.approx(steps[1], rel=0.05)
 
 
-@pytest.mark.parametrize("world", ["point", "car", "half-cheetah"])
+@pytest.mark.parametrize("world", WORLDS)
 def test_the_presets_are_what_the_shipped_policies_were_trained_with(world):
     """docs/mujoco_scared.md says so; the runs' own settings are beside their logs."""
     training = Path(__file__).parent.parent / "results" / _name(world) / "training"
@@ -243,16 +243,24 @@ def test_a_start_of_another_size_is_refused(net, words, runs, tmp_path):
         train(whole.build(), dataclasses.replace(settings, start="safe-dark-point"), out=tmp_path / "new")
 
 
-def test_a_car_in_the_plane_is_said_to_be_one():
+def test_an_approximation_is_said_to_be_one_and_not_compared_with_the_real_one():
     small = {"max_steps": 2, "episodes": 1}
     args = ("engine=planar", "max_steps=2", "episodes=1")
-    for env in (make_env("safe-dark-car", engine="planar", **small), Revealed(name="safe-dark-car", args=args)):
-        with pytest.warns(Approximation, match="an approximation of Car: --env-args engine=auto"):
-            reference("random", env).evaluate(tasks=2)
+    found = []
+    for robot, env in (
+        ("Car", make_env("safe-dark-car", engine="planar", **small)),
+        ("Car", Revealed(name="safe-dark-car", args=args)),
+        ("Ant", make_env("safe-velocity-ant", engine="euler", **small)),
+    ):
+        with pytest.warns(Approximation, match=rf"an approximation of {robot}\); --env-args engine=auto"):
+            found.append(reference("random", env).evaluate(tasks=2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for env in (make_env("safe-dark-car", **small), make_env("safe-dark-point", engine="planar", **small)):
-            reference("random", env).evaluate(tasks=2)
+            found.append(reference("random", env).evaluate(tasks=2))
+    words = r"differ in their physics, engine=planar \(an approximation of Car\) and the real one"
+    with pytest.raises(UserError, match=words):
+        relative(found[0], upper=found[3], lower=found[3])
 
 
 def is_shape(leaf: Any) -> bool:

@@ -8,7 +8,6 @@ from typing import Any
 
 from safeicrl.envs.api import Env
 from safeicrl.envs.dark_room import SafeDarkRoom
-from safeicrl.envs.wrapped import Wrapped
 from safeicrl.errors import Approximation, UserError, check_budget, unknown_name
 from safeicrl.evaluate import WipedAgent, evaluate, with_options
 from safeicrl.policy import Policy, changed_env, load_policy, policy_names, run_policies
@@ -31,9 +30,8 @@ class Contender:
         self, *, budgets: tuple[float, float] | None = None, episodes: int | None = None, **settings: Any
     ) -> Results:
         """`evaluate.evaluate` under its own label; warns of what is approximate or beyond a policy's training."""
-        inner = self.env.inner if isinstance(self.env, Wrapped) else self.env
-        if robot := getattr(inner, "approximation", None):
-            words = f"engine={inner.engine} is an approximation of {robot}: --env-args engine=auto evaluates the real one"
+        if what := getattr(self.env, "approximation", None):
+            words = f"evaluated with {what}; --env-args engine=auto takes the real one"
             warnings.warn(words, Approximation, stacklevel=2)
         if self.policy is not None:
             spec = self.env.spec

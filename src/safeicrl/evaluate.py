@@ -72,6 +72,7 @@ def evaluate(
     provenance = {
         "label": label,
         "env": describe_env(env),
+        **({"approximation": what} if (what := getattr(env, "approximation", None)) else {}),
         "split": split,
         "seed": seed,
         "budget_range": [low, high],

@@ -242,27 +242,38 @@ def _arena(env: Any) -> Experiment:
     first = _arena_short(env)
     algo = dataclasses.replace(
         first.algo,
-        iterations=220,
+        iterations=260,
         rows=512,
         episodes=None,
         segments=6,
-        budget_power=2.0,
         net=dataclasses.replace(first.algo.net, context=env.spec.trial_steps),
-        # A search that breaks a small budget by 15 may save an episode's goal: not before λ = 0.1 is that a bad deal
-        penalty=dataclasses.replace(first.algo.penalty, initial=0.01, step=0.0005, final_step=0.014),
-        ppo=dataclasses.replace(first.algo.ppo, epochs=2, minibatch=32, learning_rate=(7e-4, 2e-4), warmup=3),
+        penalty=dataclasses.replace(first.algo.penalty, initial=0.01, step=0.0005, final_step=0.004),
+        ppo=dataclasses.replace(first.algo.ppo, epochs=2, minibatch=32, learning_rate=(7e-4, 1e-4), warmup=3),
+    )
+    return Experiment(env=env, algo=algo, train=_world_training(40))
+
+
+def _point(env: Any) -> Experiment:
+    """The arena's, with a larger λ in fewer iterations and more small budgets; Car unlearns at such a λ."""
+    first = _arena(env)
+    algo = dataclasses.replace(
+        first.algo,
+        iterations=220,
+        budget_power=2.0,
+        penalty=dataclasses.replace(first.algo.penalty, final_step=0.014),
+        ppo=dataclasses.replace(first.algo.ppo, learning_rate=(7e-4, 2e-4)),
     )
     return Experiment(env=env, algo=algo, train=_world_training(55, tolerance=0.02))
 
 
 def _arena_line(env: Any) -> Experiment:
-    """At most as many steps as the short trials, with a λ that grows from 0."""
+    """At most as many steps as the short trials, and λ as far as in the whole ones."""
     first = _single_episodes(_arena_short(env))
     algo = dataclasses.replace(
         first.algo,
         iterations=300,
         rows=512,
-        penalty=dataclasses.replace(first.algo.penalty, final_step=0.004),
+        penalty=dataclasses.replace(first.algo.penalty, final_step=_arena(env).algo.penalty.final_step),
         ppo=dataclasses.replace(first.algo.ppo, minibatch=128, learning_rate=(1e-3, 5e-5)),
     )
     return dataclasses.replace(first, algo=algo)
@@ -367,10 +378,10 @@ class World:
         return make_env(self.env, **parse_parameters(self.args, "args"))
 
 
-# Car is pretrained in the plane: 16 cores make 8,000 steps a second of 64 real ones. Ant is pretrained by Euler steps,
-# which are half the price of its own (docs/mujoco.md).
+# Car is pretrained in the plane, since 16 cores make 8,000 steps a second of 64 real ones, and Ant by Euler steps,
+# at half the price of its own (docs/mujoco.md).
 WORLDS: dict[str, World] = {
-    "point": World("safe-dark-point", (), "one GPU, which also moves the robot", _arena_short, _arena, _arena_line),
+    "point": World("safe-dark-point", (), "one GPU, which also moves the robot", _arena_short, _point, _arena_line),
     "car": World("safe-dark-car", ("engine=planar",), "one GPU, in the plane", _arena_short, _arena, _arena_line),
     "half-cheetah": World(
         "safe-velocity-half-cheetah", (), "one GPU and its cores", _track_short, _track, _track_line

@@ -140,6 +140,7 @@ def _check_comparable(one: Results, other: Results) -> None:
 
     facts = {
         "environment": world,
+        "physics": lambda r: r.meta.get("approximation", "the real one"),
         "split": lambda r: r.meta.get("split"),
         "seed": lambda r: r.meta.get("seed"),
         "trials": lambda r: "{} tasks of {} episodes".format(*r.returns.shape),

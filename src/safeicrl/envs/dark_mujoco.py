@@ -223,8 +223,8 @@ class SafeDarkCar(SafeDarkMujoco):
 
     @property
     def approximation(self) -> str | None:
-        """What this is an approximation of, where it is one to pretrain in."""
-        return "Car" if self.engine == "planar" else None
+        """How this differs from the real Car, where it does; to pretrain in."""
+        return "engine=planar (an approximation of Car)" if self.engine == "planar" else None
 
     def observe(self, qpos: jax.Array) -> jax.Array:
         """From the free joint: position and unit quaternion."""

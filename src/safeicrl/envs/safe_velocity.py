@@ -178,8 +178,8 @@ class SafeVelocityAnt(SafeVelocity):
 
     @property
     def approximation(self) -> str | None:
-        """What this is an approximation of, where it is one to pretrain in."""
-        return "Ant" if self.engine == "euler" else None
+        """How this differs from the real Ant, where it does; to pretrain in."""
+        return "engine=euler (an approximation of Ant)" if self.engine == "euler" else None
 
     def _velocity(self, old: PhysicsState, new: PhysicsState) -> tuple[jax.Array, jax.Array]:
         velocity = (new.anchor - old.anchor) / self._dt

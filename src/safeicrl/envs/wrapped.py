@@ -37,6 +37,11 @@ class Wrapped:
         """The environment's own."""
         return self.inner.spec
 
+    @property
+    def approximation(self) -> str | None:
+        """The environment's own, if it has one."""
+        return getattr(self.inner, "approximation", None)
+
     def sample_task(self, key: Key, split: Split) -> PyTree:
         """The environment's own."""
         return self.inner.sample_task(key, split)
