@@ -1,5 +1,6 @@
 """Figures, tables and the animation: drawn from files, never blank, with what one must know written on them."""
 
+import dataclasses
 import io
 import itertools
 import json
@@ -69,6 +70,14 @@ def test_the_second_figure_shows_totals_and_largest_costs():
     assert figure.axes[0].lines[0].get_ydata() == pytest.approx([one.returns.sum(axis=1).mean()])
     assert figure.axes[1].lines[0].get_ydata() == pytest.approx([one.costs.max(axis=1).mean()])
     assert any(text.get_text() == "the budget" for text in figure.axes[1].texts)
+
+
+@pytest.mark.parametrize(("offset", "from_zero"), [(0.0, True), (100.0, False), (-100.0, False)])
+def test_curves_far_above_zero_are_not_drawn_from_there(offset, from_zero):
+    one = results()
+    high = dataclasses.replace(one, returns=one.returns + offset)
+    (low, _) = plots.by_episode(group([high])).axes[0].get_ylim()
+    assert (low == 0.0) == from_zero
 
 
 def test_shares_over_budget():

@@ -46,7 +46,7 @@ def by_episode(groups: Groups) -> Figure:
             mean, error = _band([(c.mean(axis=0), standard_error(c)) for c in curves])
             lines.append((label, colour, _draw(axis, x, mean, error, colour, style)))
         axis.set(title=title, xlabel="episode", xlim=(1, None))
-        axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))
+        _set_base(axis)
         _label_lines(axis, lines)
     _corner(figure, groups)
     return figure
@@ -67,7 +67,7 @@ def by_budget(groups: Groups, bins: int = 12) -> Figure:
             mean, error = _band([_binned(result, measure(result), bins) for result in seeds])
             lines.append((label, colour, _draw(axis, x, mean, error, colour, style)))
         axis.set(title=title, xlabel="budget δ")
-        axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))
+        _set_base(axis)
         _label_lines(axis, lines)
     low, high = next(iter(groups.values()))[0].budget_range
     axes[1].plot([low, high], [low, high], color="#bb0000", linewidth=1, linestyle=":")
@@ -175,6 +175,13 @@ def _styled(groups: Groups) -> list[tuple[str, str, str, list[Results]]]:
             styled.append((label, PALETTE[used % len(PALETTE)], "-", seeds))
             used += 1
     return styled
+
+
+def _set_base(axis: Axes) -> None:
+    """Start the vertical axis at zero, unless all curves lie so far above it that they could not be told apart."""
+    low, high = axis.get_ylim()
+    if low < 0.6 * high:
+        axis.set_ylim(bottom=min(0.0, low))
 
 
 def _band(curves: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
