@@ -4,7 +4,7 @@
   computes in double precision; what passes through JAX has JAX's precision.
 - `mjx`: MuJoCo in JAX, for thousands of worlds on an accelerator.
 - `planar`: Point's dynamics in closed form, and an approximation of Car's to pretrain in (planar.py).
-- `euler`: as `c`, with two Euler steps for each RK4 step of Ant: an approximation to pretrain in, 1.8 times as fast.
+- `euler`: as `c`, two Euler steps for each RK4 step of Ant: an approximation to pretrain in, 1.8 times as fast.
 
 `auto` picks one by robot, device and number of worlds: see `AUTO`. A world that turns non-finite is held in its
 last good state and flagged; the others go on.
