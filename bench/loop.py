@@ -23,11 +23,9 @@ def measure(folder: Path) -> dict[str, Any]:
     log = np.array([[row[name] for name in names] for row in rows if "return" in row], float)  # [row, 3]
     iterations, steps, seconds = np.diff(log, axis=0).T
     seeds = config["train"]["seeds"]
-    safe = [
-        row["seconds"] / 60
-        for row in rows
-        if row.get("eval/over_budget", 1.0) <= SAFE[0] and row["eval/over_budget_last"] <= SAFE[1]
-    ]
+    evaluations = [row for row in rows if "eval/over_budget" in row]
+    safe = [row["eval/over_budget"] <= SAFE[0] and row["eval/over_budget_last"] <= SAFE[1] for row in evaluations]
+    since = next((i for i in range(len(safe)) if all(safe[i:])), None)
     return {
         "run": folder.as_posix(),
         "device": config["device"],
@@ -36,7 +34,8 @@ def measure(folder: Path) -> dict[str, Any]:
         "seconds_per_iteration": float(np.median(seconds / iterations)),
         "env_steps_per_s": float(seeds * np.median(steps / seconds)),
         "minutes": float(log[-1, 2] / 60),
-        "minutes_to_safety": safe[0] if safe else None,  # of the first evaluation within SAFE
+        # of the evaluation from which on all are within SAFE
+        "minutes_to_safety": None if since is None else evaluations[since]["seconds"] / 60,
     }
 
 

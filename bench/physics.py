@@ -187,6 +187,8 @@ def approximations(args: argparse.Namespace) -> list[dict[str, Any]]:
     """How much faster the engines to pretrain in are than the real one, by turns."""
     rows = []
     for robot, engine in APPROXIMATIONS.items():
+        if robot not in args.robots:
+            continue
         for worlds in args.worlds:
             real, other = (compile_engine(robot, name, worlds) for name in ("c", engine))
             pairs = [(real(args.seconds), other(args.seconds)) for _ in range(args.repeats)]

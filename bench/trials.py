@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--update", action="store_true", help="time the learner's update too")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("results/bench_trials.json"))
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     about, console = provenance(), Console()
     dtype = str(NetConfig().compute_dtype)
@@ -116,7 +116,8 @@ def main() -> None:
             f"({u['milliseconds_per_32_rows']:.2f} ms per 32 rows)"
         )
     settings = {"steps": args.steps, "segments": args.segments, "dtype": dtype, "seed": args.seed}
-    write_json(args.out, {**about, **settings, "trials": played, "updates": updates})
+    default = Path("results/bench_trials.json" if played else "results/bench_update.json")
+    write_json(args.out or default, {**about, **settings, "trials": played, "updates": updates})
 
 
 if __name__ == "__main__":

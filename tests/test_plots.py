@@ -70,6 +70,12 @@ def test_the_second_figure_shows_totals_and_largest_costs():
     assert figure.axes[0].lines[0].get_ydata() == pytest.approx([one.returns.sum(axis=1).mean()])
     assert figure.axes[1].lines[0].get_ydata() == pytest.approx([one.costs.max(axis=1).mean()])
     assert any(text.get_text() == "the budget" for text in figure.axes[1].texts)
+    careful = dataclasses.replace(
+        one, costs=np.zeros_like(one.costs), meta={**one.meta, "approximation": "roughly"}
+    )
+    figure = plots.by_budget(group([careful]), bins=1)
+    assert figure.axes[1].get_ylim()[1] >= 10  # the budget's line is never cut off
+    assert "roughly" in figure.get_supxlabel()
 
 
 @pytest.mark.parametrize(("offset", "from_zero"), [(0.0, True), (100.0, False), (-100.0, False)])

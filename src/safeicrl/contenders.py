@@ -8,6 +8,7 @@ from typing import Any
 
 from safeicrl.envs.api import Env
 from safeicrl.envs.dark_room import SafeDarkRoom
+from safeicrl.envs.wrapped import Wrapped
 from safeicrl.errors import Approximation, UserError, check_budget, unknown_name
 from safeicrl.evaluate import WipedAgent, evaluate, with_options
 from safeicrl.policy import Policy, changed_env, load_policy, policy_names, run_policies
@@ -31,7 +32,8 @@ class Contender:
     ) -> Results:
         """`evaluate.evaluate` under its own label; warns of what is approximate or beyond a policy's training."""
         if what := getattr(self.env, "approximation", None):
-            words = f"evaluated with {what}; --env-args engine=auto takes the real one"
+            real = "'args=[]'" if isinstance(self.env, Wrapped) else "engine=auto"
+            words = f"evaluated with {what}; --env-args {real} takes the real one"
             warnings.warn(words, Approximation, stacklevel=2)
         if self.policy is not None:
             spec = self.env.spec

@@ -15,7 +15,6 @@ from safeicrl.envs.dark_room import Room, SafeDarkRoom
 from safeicrl.envs.registry import make_env
 from safeicrl.envs.wrapped import Wrapped
 from safeicrl.errors import UserError, check_integer, unknown_name
-from safeicrl.policy import policy_names
 from safeicrl.report import group, summary_table
 from safeicrl.results import Results, save_results
 from safeicrl.robots import shoot
@@ -48,9 +47,6 @@ def run(
     check_integer("tasks", tasks, 1)
     console = Console()
     field = contenders(env, world=world, policy=policy)
-    if field[0].policy is None and world_name(world) not in policy_names():
-        note = f"no policy ships for {world_name(world)} yet: here is the random agent; --policy PATH shows yours"
-        console.print(note, highlight=False, soft_wrap=True)
     results: list[Results] = []
     for contender in field:
         found = contender.evaluate(tasks=tasks, seed=seed)
@@ -94,7 +90,7 @@ def contenders(env: Env | None = None, *, world: str = "room", policy: str | Non
     own = env or make_env(name)
     names = ("explorer", "planner", "random") if isinstance(own, SafeDarkRoom) else ("random",)
     lines = [reference(line, own) for line in names]
-    if policy is None and (env is not None or name not in policy_names()):
+    if policy is None and env is not None:
         return lines
     star = released(policy or name)
     assert star.policy is not None

@@ -67,14 +67,15 @@ def by_budget(groups: Groups, bins: int = 12) -> Figure:
             mean, error = _band([_binned(result, measure(result), bins) for result in seeds])
             lines.append((label, colour, _draw(axis, x, mean, error, colour, style)))
         axis.set(title=title, xlabel="budget δ")
+        if axis is axes[1]:
+            low, high = next(iter(groups.values()))[0].budget_range
+            axis.plot([low, high], [low, high], color="#bb0000", linewidth=1, linestyle=":")
+            axis.annotate(
+                "the budget", (high, high), color="#bb0000", fontsize=8, xytext=(-4, 2), textcoords="offset points",
+                ha="right", va="bottom",
+            )  # fmt: skip
         _set_base(axis)
         _label_lines(axis, lines)
-    low, high = next(iter(groups.values()))[0].budget_range
-    axes[1].plot([low, high], [low, high], color="#bb0000", linewidth=1, linestyle=":")
-    axes[1].annotate(
-        "the budget", (high, high), color="#bb0000", fontsize=8, xytext=(-4, 2), textcoords="offset points",
-        ha="right", va="bottom",
-    )  # fmt: skip
     _corner(figure, groups)
     return figure
 
@@ -248,6 +249,7 @@ def _corner(figure: Figure, groups: Groups) -> None:
         what = [f"{seeds[0].returns.shape[0]} tasks"]
         what += [f"{len(seeds)} seeds"] if len(seeds) > 1 else []
         what += [f"actions {actions}"] if (actions := seeds[0].meta.get("actions")) else []
+        what += [engine] if (engine := seeds[0].meta.get("approximation")) else []
         parts.append(f"{label}: {', '.join(what)}")
     commands = dict.fromkeys(str(seeds[0].meta.get("command", "")) for seeds in groups.values())
     _write_corner(figure, "; ".join(parts) + "\n" + " · ".join(c for c in commands if c))

@@ -254,7 +254,7 @@ def _arena(env: Any) -> Experiment:
 
 
 def _point(env: Any) -> Experiment:
-    """The arena's, with a larger λ in fewer iterations and more small budgets; Car unlearns at such a λ."""
+    """The arena's, with a larger λ in fewer iterations and more small budgets; so trained, Car moves badly to MuJoCo."""
     first = _arena(env)
     algo = dataclasses.replace(
         first.algo,
@@ -267,7 +267,7 @@ def _point(env: Any) -> Experiment:
 
 
 def _arena_line(env: Any) -> Experiment:
-    """At most as many steps as the short trials, and λ as far as in the whole ones."""
+    """At most as many steps as the short trials, and λ as far as in the arena's whole ones."""
     first = _single_episodes(_arena_short(env))
     algo = dataclasses.replace(
         first.algo,
@@ -330,7 +330,7 @@ def _track_line(env: Any) -> Experiment:
 
 
 def _ant_short(env: Any) -> Experiment:
-    """Fewer and more random iterations: its eight joints' spread closes early, and then it hardly learns."""
+    """Fewer iterations and more entropy: otherwise the spread of its actions closes early."""
     first = _track_short(env)
     ppo = dataclasses.replace(first.algo.ppo, entropy=(0.003, 0.0003))
     return dataclasses.replace(first, algo=dataclasses.replace(first.algo, iterations=400, ppo=ppo))

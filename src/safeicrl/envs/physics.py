@@ -154,7 +154,7 @@ _seconds = 0.0
 
 
 def failures() -> int:
-    """How many times a world diverged in this process and its episode was ended (engines `c` and `mjx`)."""
+    """How many times a world diverged in this process and its episode was ended (engines of MuJoCo)."""
     return _failures
 
 
@@ -173,18 +173,18 @@ def _report(failed: np.ndarray) -> None:
 
 
 def set_threads(count: int) -> None:
-    """Use `count` threads for engine `c`; 0, the default, means every core this process may run on."""
+    """Use `count` threads for engines `c` and `euler`; 0, the default, means every core this process may run on."""
     global _threads
     _threads = check_integer("threads", count, 0)
 
 
 def threads() -> int:
-    """How many threads engine `c` uses."""
+    """How many threads engines `c` and `euler` use."""
     return _threads or len(os.sched_getaffinity(0))
 
 
 def seconds() -> float:
-    """Wall time that engine `c` has spent moving worlds in this process, while JAX waited for it."""
+    """Wall time that engines `c` and `euler` have spent moving worlds in this process, while JAX waited for it."""
     return _seconds
 
 
@@ -194,7 +194,7 @@ def seconds() -> float:
 _lock = threading.Lock()  # JAX may call back from several threads; a Batch serves one at a time
 
 
-def _advance_c(job: Job, state: PhysicsState, ctrl: jax.Array) -> Motion:
+def _advance_c(job: Job, state: PhysicsState, ctrl: jax.Array, euler: bool = False) -> Motion:
     # One array in and one out: JAX spends about 0.15 ms on each that crosses to the host. They cross as bits,
     # because the callback's thread does not know of a `with jax.enable_x64()` here and would round doubles.
     fields = (state.qpos, state.qvel, state.warmstart, state.anchor)
@@ -202,7 +202,7 @@ def _advance_c(job: Job, state: PhysicsState, ctrl: jax.Array) -> Motion:
     dtype, width = packed.dtype, packed.shape[1] - ctrl.shape[1]
     words = (dtype.itemsize // 4,) * (dtype.itemsize > 4)  # a double is two 32-bit words, on an axis of their own
     shape = jax.ShapeDtypeStruct((len(ctrl), job.repeats, width + 1, *words), jnp.uint32)
-    host = functools.partial(_advance_bits, job, np.dtype(dtype))
+    host = functools.partial(_advance_bits, job, euler, np.dtype(dtype))
     packed = jax.pure_callback(host, shape, jax.lax.bitcast_convert_type(packed, jnp.uint32))
     packed = jax.lax.bitcast_convert_type(packed, dtype)
     ends = np.cumsum([field.shape[1] for field in fields])
@@ -211,19 +211,19 @@ def _advance_c(job: Job, state: PhysicsState, ctrl: jax.Array) -> Motion:
     return Motion(states=states, failed=failed[..., 0] > 0)
 
 
-def _advance_bits(job: Job, dtype: np.dtype, bits: jax.Array) -> np.ndarray:
+def _advance_bits(job: Job, euler: bool, dtype: np.dtype, bits: jax.Array) -> np.ndarray:
     """The callback: `_advance_host` between arrays of 32-bit words."""
     words = np.asarray(bits)
-    out = _advance_host(job, words.view(dtype).reshape(words.shape[:2]))
+    out = _advance_host(job, euler, words.view(dtype).reshape(words.shape[:2]))
     return out.view(np.uint32).reshape(*out.shape, *words.shape[2:])
 
 
-def _advance_host(job: Job, packed: np.ndarray) -> np.ndarray:
+def _advance_host(job: Job, euler: bool, packed: np.ndarray) -> np.ndarray:
     """[worlds, state and ctrl] → [worlds, repeats, state and failed]."""
     global _seconds
     with _lock:  # the waiting for it is not counted: the seconds of several threads never overlap
         begin = time.perf_counter()
-        out = _worlds(job.robot, job.engine == "euler", len(packed), threads()).advance(job, packed)
+        out = _worlds(job.robot, euler, len(packed), threads()).advance(job, packed)
         _seconds += time.perf_counter() - begin
     _report(out[:, -1, -1] > 0)
     return out
@@ -365,7 +365,7 @@ def _advance_planar(job: Job, state: PhysicsState, ctrl: jax.Array) -> Motion:
 
 ENGINES: dict[str, Callable[[Job, PhysicsState, jax.Array], Motion]] = {
     "c": _advance_c,
-    "euler": _advance_c,  # which looks at the job
+    "euler": functools.partial(_advance_c, euler=True),
     "mjx": _advance_mjx,
     "planar": _advance_planar,
 }
