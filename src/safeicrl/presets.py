@@ -254,7 +254,7 @@ def _arena(env: Any) -> Experiment:
 
 
 def _point(env: Any) -> Experiment:
-    """The arena's, with a larger λ in fewer iterations and more small budgets; so trained, Car moves badly to MuJoCo."""
+    """The arena's, with a larger λ, fewer iterations and more small budgets; so trained, Car fails in MuJoCo."""
     first = _arena(env)
     algo = dataclasses.replace(
         first.algo,
