@@ -66,6 +66,7 @@ class PenaltyConfig:
     initial: float = 0.0  # λ at the start
     cap: float = 50.0  # λ at most
     bound: float = 0.5  # of one step's signal, both ways
+    price: float = 0.0  # of cost within the budget, in units of reward, see `net_reward`; the paper's is 0
 
     def __post_init__(self) -> None:
         choices = {
@@ -75,7 +76,7 @@ class PenaltyConfig:
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise UserError(f"penalty.{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
-        for name in ("step", "tolerance", "initial"):
+        for name in ("step", "tolerance", "initial", "price"):
             check_number(f"penalty.{name}", getattr(self, name), 0.0)
         if self.final_step is not None:
             check_number("penalty.final_step", self.final_step, 0.0)
@@ -175,6 +176,14 @@ def excess_cost(trials: Trials) -> jax.Array:
     """
     before = -trials.token.ctg  # C_<t − δ
     return hinge(before + trials.cost) - hinge(before)
+
+
+def net_reward(trials: Trials, config: PenaltyConfig) -> jax.Array:
+    """The reward less the price of what the step's cost takes from the budget.
+
+    Beyond the paper: to L_Σ, cost within the budget is nothing. A price makes the agent buy only what pays.
+    """
+    return trials.reward - config.price * (trials.cost - excess_cost(trials))
 
 
 def over_budget(trials: Trials) -> jax.Array:

@@ -94,7 +94,6 @@ class _Row:
 
     state: PyTree
     token: Token
-    budget: jax.Array
     trial: jax.Array
     over: jax.Array
 
@@ -123,12 +122,14 @@ def run_trials(
 ) -> Trials:
     """Play each row's queue of trials, `episodes` episodes each, for `steps` steps.
 
-    `tasks` and `budgets` are [row, queue]. `segments` cuts the scan so that the agent's memory can grow between
+    `tasks` are [row, queue], `budgets` [row, queue] or, one for each episode, [row, queue, episode]. `segments` cuts the scan so that the agent's memory can grow between
     them (a KV cache read only as far as it is filled); the valid steps are the same for any number. Segments after
     the last row's last step are skipped: there is nothing to play, and late steps are the dearest.
     """
     budgets = usable_budget(jnp.asarray(budgets, jnp.float32), env.spec)
-    rows, queue = budgets.shape
+    rows, queue = budgets.shape[:2]
+    if budgets.ndim == 2:
+        budgets = jnp.broadcast_to(budgets[..., None], (rows, queue, episodes))
     reset_key, scan_key = jax.random.split(key)
     carry = jax.vmap(_enter, (None, 0, 0, 0))(env, tasks, budgets, jax.random.split(reset_key, rows))
     memory = agent.init(tasks, rows)
@@ -165,8 +166,8 @@ def run_trials(
 
 def _enter(env: Env, tasks: PyTree, budgets: jax.Array, key: Key) -> _Row:
     state, observation = env.reset(key, jax.tree.map(lambda x: x[0], tasks))
-    token = first_token(env.spec, observation, budgets[0])
-    return _Row(state=state, token=token, budget=budgets[0], trial=jnp.int32(0), over=jnp.array(False))
+    token = first_token(env.spec, observation, budgets[0, 0])
+    return _Row(state=state, token=token, trial=jnp.int32(0), over=jnp.array(False))
 
 
 def _advance(
@@ -193,14 +194,14 @@ def _advance(
 
     trial = jnp.minimum(row.trial + trial_done, queue - 1)
     over = row.over | (trial_done & (row.trial + 1 >= queue))
-    budget = budgets[trial]
+    budget = budgets[trial, jnp.where(trial_done, 0, row.token.episode + done)]
     fresh_state, fresh_observation = env.reset(reset_key, jax.tree.map(lambda x: x[trial], tasks))
     pick = lambda yes, a, b: jax.tree.map(lambda x, y: jnp.where(yes, x, y), a, b)  # noqa: E731
     state = pick(done, fresh_state, state)
     observation = jnp.where(done, fresh_observation, step.observation)
     token = next_token(row.token, observation, action, step.reward, step.cost, done, budget)
     token = pick(trial_done, first_token(env.spec, fresh_observation, budget), token)
-    return _Row(state=state, token=token, budget=budget, trial=trial, over=over), played
+    return _Row(state=state, token=token, trial=trial, over=over), played
 
 
 @record

@@ -35,6 +35,7 @@ class ScaredConfig:
     steps: int | None = None  # tokens in a row; None: a whole trial's worth
     segments: int = 6  # stages in which the KV cache grows while acting
     budget_power: float = 1.5  # budgets are low + (high − low) u^power: > 1 practises small ones more
+    spent: float = 0.0  # share of the episodes whose budget is spent before they begin, see `draw`
     net: NetConfig = field(default_factory=NetConfig)
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
     optimiser: Literal["ppo", "ddpg"] = "ppo"  # PPO, or the off-policy one of Algorithm 1
@@ -48,6 +49,8 @@ class ScaredConfig:
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)
         check_number("budget_power", self.budget_power, 0.0, strict=True)
+        if check_number("spent", self.spent, 0.0) > 1:
+            raise UserError(f"spent must be at most 1, got {self.spent}")
         if self.optimiser not in ("ppo", "ddpg"):
             raise UserError(f"optimiser must be ppo or ddpg, got {self.optimiser!r}")
         if self.penalty.source == "replay" and self.optimiser != "ddpg":
@@ -120,7 +123,7 @@ class Scared:
         key, task_key, play_key, learn_key = jax.random.split(state.key, 4)
         tasks, budgets = self.draw(task_key)
         trials = self.play(self.optimiser.explorer(state.optimiser), tasks, budgets, play_key)
-        costs = collect_costs(trials, self.config.queue, self.episodes)
+        costs = _fresh(collect_costs(trials, self.config.queue, self.episodes))
         progress = jnp.clip(state.iteration / self.config.iterations, 0.0, 1.0)
         multiplier = update_multiplier(
             state.multiplier, self.judged(state, costs), self.edges, self.config.penalty, progress
@@ -140,7 +143,7 @@ class Scared:
         """The costs that move λ: those just played, or with them all that replay still holds."""
         if self.config.penalty.source == "rollout":
             return fresh
-        old = collect_costs(state.optimiser.replay.rows.trials, self.config.queue, self.episodes)
+        old = _fresh(collect_costs(state.optimiser.replay.rows.trials, self.config.queue, self.episodes))
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), old, fresh)
 
     def play(self, agent: Agent, tasks: PyTree, budgets: jax.Array, key: Key) -> Trials:
@@ -151,11 +154,25 @@ class Scared:
         )  # fmt: skip
 
     def draw(self, key: Key) -> tuple[PyTree, jax.Array]:
-        """Training tasks and budgets, [row, queue]."""
+        """Training tasks [row, queue] and the budgets of their episodes, [row, queue, episode].
+
+        All episodes of a trial have its budget, but for a share that begins with it spent: a negative CTG, of a
+        size that mid-episode overruns have. Where every cost counts from the first step on, to wait is learned
+        from rest; an agent under way must brake, and as long as it does not stop altogether, braking is no safer.
+        """
         shape = (self.config.rows, self.config.queue)
         tasks, u = sample_queue(self.env, "train", (0.0, 1.0), shape, key)
         low, high = self.env.spec.train_budget
-        return tasks, low + (high - low) * u**self.config.budget_power
+        budgets = (low + (high - low) * u**self.config.budget_power)[..., None]
+        spent_key, size_key = jax.random.split(jax.random.fold_in(key, 1))
+        shape = (*shape, self.episodes)
+        spent = jax.random.bernoulli(spent_key, self.config.spent, shape)
+        return tasks, jnp.where(spent, -jax.random.uniform(size_key, shape, maxval=high / 2), budgets)
+
+
+def _fresh(costs: EpisodeCosts) -> EpisodeCosts:
+    """Without the episodes that began with their budget spent."""
+    return replace(costs, played=costs.played & (costs.budget >= 0))
 
 
 def budget_edges(low: float, high: float) -> jax.Array:
@@ -164,11 +181,13 @@ def budget_edges(low: float, high: float) -> jax.Array:
 
 
 def summary(trials: Trials) -> dict[str, jax.Array]:
-    """The metrics every algorithm reports, over the episodes that ended."""
-    ended = trials.done & trials.valid
+    """The metrics every algorithm reports, over the episodes that ended and did not begin with their budget spent."""
+    ended = trials.done & trials.valid & (trials.budget >= 0)
     count = jnp.maximum(ended.sum(), 1)
     mean = lambda x: jnp.where(ended, x, 0.0).sum() / count  # noqa: E731
+    spent = trials.done & trials.valid & (trials.budget < 0)
     return {
+        "cost_spent": jnp.where(spent, trials.episode_cost, 0.0).sum() / jnp.maximum(spent.sum(), 1),
         "env_steps": trials.valid.sum(),
         "return": mean(trials.episode_return),
         "cost": mean(trials.episode_cost),

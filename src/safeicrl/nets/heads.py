@@ -40,6 +40,11 @@ class Categorical:
         log_p = jax.nn.log_softmax(self.logits)
         return -(jnp.exp(log_p) * log_p).sum(-1)
 
+    def divergence(self, other: "Categorical") -> jax.Array:
+        """KL(self ‖ other), [...]."""
+        log_p, log_q = jax.nn.log_softmax(self.logits), jax.nn.log_softmax(other.logits)
+        return (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
+
     def tempered(self, temperature: float) -> "Categorical":
         """The distribution ∝ p^(1/temperature)."""
         return Categorical(logits=self.logits / temperature)
@@ -87,6 +92,12 @@ class TanhNormal:
         """Entropy of the Gaussian before tanh: a bound that keeps the spread open, not the exact value."""
         return (self.log_std + 0.5 * jnp.log(2 * jnp.pi * jnp.e)).sum(-1)
 
+    def divergence(self, other: "TanhNormal") -> jax.Array:
+        """KL(self ‖ other) of the Gaussians underneath, which tanh does not change, [...]."""
+        ratio = jnp.exp(2 * (self.log_std - other.log_std))
+        gap = ((self.mean - other.mean) * jnp.exp(-other.log_std)) ** 2
+        return 0.5 * (ratio + gap - 1 - jnp.log(ratio)).sum(-1)
+
     def tempered(self, temperature: float) -> "TanhNormal":
         """The Gaussian with its standard deviation scaled by √temperature."""
         return replace(self, log_std=self.log_std + 0.5 * jnp.log(temperature))
@@ -96,7 +107,56 @@ class TanhNormal:
         return replace(self, log_std=jnp.maximum(self.log_std, jnp.log(epsilon)))
 
 
-Distribution = Categorical | TanhNormal
+@record
+class Levels:
+    """Real-valued actions, each number one of n evenly spaced levels, independently.
+
+    For actuators that saturate: a tanh-normal that has learned to push aims far beyond the limit, where all its
+    actions do the same, and never tries to coast again. Here to coast is a level, as near as any other.
+    """
+
+    choice: Categorical  # [..., action] of n levels
+    low: float = field(metadata={"static": True})  # of the environment's range of actions
+    high: float = field(metadata={"static": True})
+
+    @property
+    def _levels(self) -> jax.Array:
+        return jnp.linspace(self.low, self.high, self.choice.logits.shape[-1])
+
+    def sample(self, key: Key) -> jax.Array:
+        """Draw actions, [..., action]; differentiable in the parameters as far as their mean is."""
+        drawn = self._levels[self.choice.sample(key)]
+        mean = (jax.nn.softmax(self.choice.logits) * self._levels).sum(-1)
+        return drawn + (mean - jax.lax.stop_gradient(mean))
+
+    def mode(self) -> jax.Array:
+        """The most probable actions."""
+        return self._levels[self.choice.mode()]
+
+    def log_prob(self, action: jax.Array) -> jax.Array:
+        """Log-probability of the levels nearest to `action`, [...]."""
+        unit = (action - self.low) / (self.high - self.low)
+        index = jnp.round(unit * (self.choice.logits.shape[-1] - 1)).astype(jnp.int32)
+        return self.choice.log_prob(index).sum(-1)
+
+    def entropy(self) -> jax.Array:
+        """Entropy, [...]."""
+        return self.choice.entropy().sum(-1)
+
+    def divergence(self, other: "Levels") -> jax.Array:
+        """KL(self ‖ other), [...]."""
+        return self.choice.divergence(other.choice).sum(-1)
+
+    def tempered(self, temperature: float) -> "Levels":
+        """The distribution ∝ p^(1/temperature)."""
+        return replace(self, choice=self.choice.tempered(temperature))
+
+    def explored(self, epsilon: jax.Array) -> "Levels":
+        """Each number at a uniform level with probability ε."""
+        return replace(self, choice=self.choice.explored(epsilon))
+
+
+Distribution = Categorical | TanhNormal | Levels
 
 
 class PolicyNet(eqx.Module):
@@ -110,7 +170,7 @@ class PolicyNet(eqx.Module):
         if isinstance(spec.action, Discrete):
             outputs = spec.action.n
         else:
-            outputs = 2 * spec.action.size
+            outputs = (config.levels or 2) * spec.action.size
             centre_and_half(spec.action)  # refuses an unbounded range before anything is compiled
         self.trunk = Transformer(config, spec, trunk)
         # A small last layer: the first policy is nearly uniform whatever the history.
@@ -121,6 +181,9 @@ class PolicyNet(eqx.Module):
         out, space = (actor or self.actor).read_out(features), self.trunk.spec.action
         if isinstance(space, Discrete):
             return Categorical(logits=out)
+        if levels := self.trunk.config.levels:
+            logits = out.reshape(*out.shape[:-1], space.size, levels)
+            return Levels(choice=Categorical(logits=logits), low=space.low, high=space.high)
         mean, spread = jnp.split(out, 2, -1)
         low, high = LOG_STD
         centre, half = centre_and_half(space)

@@ -30,11 +30,14 @@ class NetConfig:
     layers: int = 4  # blocks of attention and MLP
     heads: int = 8  # of attention; width must be a multiple
     context: int = 1500  # tokens the cache holds; older ones are overwritten
+    levels: int = 0  # of a real-valued action, see heads.Levels; 0: a tanh-normal instead
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on a GPU, float32 elsewhere
 
     def __post_init__(self) -> None:
         for name in ("width", "layers", "heads", "context"):
             check_integer(name, getattr(self, name), 1)
+        if check_integer("levels", self.levels, 0) == 1:
+            raise UserError("levels must be 0, for a tanh-normal, or at least 2, got 1")
         if self.width % self.heads:
             raise UserError(f"width must be a multiple of heads, got width {self.width} and heads {self.heads}")
         if self.dtype not in ("auto", "float32", "bfloat16"):

@@ -20,10 +20,10 @@ from safeicrl import replay as buffer
 from safeicrl.agent import NetAgent
 from safeicrl.envs.api import Box, Discrete, Env, EnvSpec, Key, PyTree, centre_and_half, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
-from safeicrl.nets.heads import Categorical, Distribution, PolicyNet, TanhNormal
+from safeicrl.nets.heads import Categorical, Distribution, PolicyNet
 from safeicrl.nets.layers import MLP, Linear, in_new_units
 from safeicrl.nets.transformer import NetConfig
-from safeicrl.penalty import PenaltyConfig, excess_cost, over_budget
+from safeicrl.penalty import PenaltyConfig, excess_cost, net_reward, over_budget
 from safeicrl.replay import Replay
 from safeicrl.returns import linear_recurrence, reward_discount, shift
 from safeicrl.trial import Trials
@@ -302,7 +302,7 @@ class DDPG:
         # (Over the policy's own actions the unit would shrink to nothing as the policy turns greedy.)
         unit = _mean(steady[0].spread(frozen, seen) + weight * steady[1].spread(frozen, seen), mask) + 1e-3
         actor = _mean(-(q - weight * q_cost) / unit, mask)
-        drift = _mean(_kl(jax.lax.stop_gradient(prior), policy), mask)
+        drift = _mean(jax.lax.stop_gradient(prior).divergence(policy), mask)
         randomness = _mean(policy.entropy(), mask)
 
         rms = jnp.sqrt(jnp.stack([_mean((t * s) ** 2, mask) for t, s in zip(targets, scale, strict=True)]))
@@ -325,7 +325,7 @@ class DDPG:
             cost, cost_discount = excess_cost(trials), self.config.cost_discount * within_trial
         else:
             cost, cost_discount = trials.cost, 1.0 - trials.done
-        signal = jnp.stack([trials.reward, cost]) / scale[:, None, None]
+        signal = jnp.stack([net_reward(trials, self.penalty), cost]) / scale[:, None, None]
         reward_gamma = reward_discount(
             self.config.discount, self.config.episode_discount, trials.done, trials.trial_done
         )
@@ -349,18 +349,6 @@ def _in_new_units(critics: Holder, factor: jax.Array) -> Holder:
     """The same reward and cost critics, predicting `factor` [2] times the numbers."""
     last = lambda c: (c.reward.members.second, c.cost.members.second)  # noqa: E731
     return eqx.tree_at(last, critics, tuple(in_new_units(x, f) for x, f in zip(last(critics), factor, strict=True)))
-
-
-def _kl(prior: Distribution, policy: Distribution) -> jax.Array:
-    """KL(prior ‖ policy), [...]; of tanh-normals: of the Gaussians underneath."""
-    if isinstance(prior, Categorical) and isinstance(policy, Categorical):
-        log_p, log_q = jax.nn.log_softmax(prior.logits), jax.nn.log_softmax(policy.logits)
-        return (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
-    assert isinstance(prior, TanhNormal)
-    assert isinstance(policy, TanhNormal)
-    ratio = jnp.exp(2 * (prior.log_std - policy.log_std))
-    gap = ((prior.mean - policy.mean) * jnp.exp(-policy.log_std)) ** 2
-    return 0.5 * (ratio + gap - 1 - jnp.log(ratio)).sum(-1)
 
 
 def _mean(values: jax.Array, mask: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.heads import Critic, PolicyNet
 from safeicrl.nets.layers import in_new_units
 from safeicrl.nets.transformer import NetConfig
-from safeicrl.penalty import PenaltyConfig, excess_cost, over_budget
+from safeicrl.penalty import PenaltyConfig, excess_cost, net_reward, over_budget
 from safeicrl.returns import gae, reward_discount
 from safeicrl.trial import Trials
 
@@ -200,7 +200,10 @@ class PPO:
         else:  # one episode's budget, undiscounted: the cost critic stops at the episode's end
             cost, cost_discount = trials.cost, 1.0 - trials.done
         # Both in one scan: on a GPU its many small kernels cost more than their work.
-        signal, discount = jnp.stack([trials.reward, cost]), jnp.stack([within_trial, cost_discount])
+        signal, discount = (
+            jnp.stack([net_reward(trials, self.penalty), cost]),
+            jnp.stack([within_trial, cost_discount]),
+        )
         return gae(signal, values, discount, self.config.trace)
 
 
