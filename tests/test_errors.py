@@ -9,6 +9,7 @@ from safeicrl.algos.scared import ScaredConfig
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.envs.registry import make_env, register
 from safeicrl.errors import UserError, check_budget
+from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers.ddpg import DDPGConfig
 from safeicrl.optimisers.ppo import PPOConfig
 from safeicrl.penalty import PenaltyConfig
@@ -104,6 +105,8 @@ def test_other_slips_at_the_gymnasium_face():
     [
         (ScaredConfig, {"episodes": 0}, "episodes must be an integer ≥ 1, got 0"),
         (ScaredConfig, {"steps": -1}, "steps must be an integer ≥ 1, got -1"),
+        (NetConfig, {"levels": 1}, "levels must be 0, for a tanh-normal, or at least 2, got 1"),
+        (PenaltyConfig, {"price": -1.0}, "penalty.price must be a finite number ≥ 0.0, got -1.0"),
         (ScaredConfig, {"optimiser": "sgd"}, "optimiser must be ppo or ddpg, got 'sgd'"),
         (PPOConfig, {"learning_rate": (float("nan"), 1e-4)}, "learning_rate"),
         (PPOConfig, {"discount": 1.5}, "ppo.discount must be at most 1, got 1.5"),

@@ -15,7 +15,7 @@ from safeicrl.agent import NetAgent
 from safeicrl.envs.api import Box, replace
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.errors import UserError
-from safeicrl.nets.heads import HIDDEN, LOG_STD, Categorical, Critic, PolicyNet, TanhNormal
+from safeicrl.nets.heads import HIDDEN, LOG_STD, Categorical, Critic, Levels, PolicyNet, TanhNormal
 from safeicrl.nets.transformer import NetConfig, featurise
 from safeicrl.reference import RandomAgent
 from safeicrl.tokens import first_token
@@ -208,6 +208,65 @@ def test_unbounded_actions_are_refused(low, high):
     token = jax.vmap(first_token, (None, 0, 0))(spec, jnp.zeros((1, 1)), jnp.ones(1))
     with pytest.raises(UserError, match="actions must have finite bounds"):
         RandomAgent(spec.action).act(None, token, jax.random.key(0))
+
+
+# two numbers between −2 and 4, each at one of four levels: −2, 0, 2, 4
+STEPS = Levels(choice=Categorical(logits=jnp.asarray(np.log([P, P[::-1]]), jnp.float32)), low=-2.0, high=4.0)
+VALUES = np.array([-2.0, 0.0, 2.0, 4.0])
+
+
+def test_levels_are_independent_and_evenly_spaced():
+    np.testing.assert_allclose(STEPS.mode(), [-2.0, 4.0])
+    np.testing.assert_allclose(STEPS.entropy(), -2 * (P * np.log(P)).sum(), rtol=1e-5)
+    pairs = jnp.asarray(np.stack(np.meshgrid(VALUES, VALUES, indexing="ij"), -1), jnp.float32)
+    every = Levels(
+        choice=Categorical(logits=jnp.broadcast_to(STEPS.choice.logits, (4, 4, 2, 4))), low=-2.0, high=4.0
+    )
+    np.testing.assert_allclose(np.exp(every.log_prob(pairs)), np.outer(P, P[::-1]), rtol=1e-5)
+    np.testing.assert_allclose(every.log_prob(pairs + 0.9), every.log_prob(pairs))  # the nearest level's
+    draws = np.asarray(jax.vmap(STEPS.sample)(jax.random.split(jax.random.key(0), SAMPLES)))
+    for value, p, q in zip(VALUES, P, P[::-1], strict=True):
+        assert np.mean(draws[:, 0] == value) == pytest.approx(p, abs=5 * np.sqrt(0.25 / SAMPLES))
+        assert np.mean(draws[:, 1] == value) == pytest.approx(q, abs=5 * np.sqrt(0.25 / SAMPLES))
+    assert np.abs(np.corrcoef(draws.T)[0, 1]) < 5 / np.sqrt(SAMPLES)
+
+
+def test_levels_are_tempered_and_explored_number_by_number():
+    mean = lambda d: np.asarray(jax.nn.softmax(d.choice.logits) @ VALUES)  # noqa: E731
+    sharp = P**4 / (P**4).sum()
+    np.testing.assert_allclose(mean(STEPS.tempered(0.25)), [sharp @ VALUES, sharp[::-1] @ VALUES], rtol=1e-4)
+    np.testing.assert_allclose(mean(STEPS.explored(jnp.float32(1.0))), VALUES.mean(), atol=1e-5)
+
+
+def test_a_sample_of_levels_has_the_slope_of_their_mean():
+    def drawn(logits):
+        return Levels(choice=Categorical(logits=logits), low=-2.0, high=4.0).sample(jax.random.key(3)).sum()
+
+    slope = jax.grad(drawn)(STEPS.choice.logits)
+    expected = [p * (VALUES - p @ VALUES) for p in (P, P[::-1])]
+    np.testing.assert_allclose(slope, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_divergence_is_zero_from_itself_and_by_hand_from_another():
+    even = Categorical(logits=jnp.zeros(4))
+    assert float(ODDS.divergence(ODDS)) == 0
+    by_hand = (P * np.log(P * 4)).sum()
+    np.testing.assert_allclose(ODDS.divergence(even), by_hand, rtol=1e-5)
+    flat = Levels(choice=Categorical(logits=jnp.zeros((2, 4))), low=-2.0, high=4.0)
+    np.testing.assert_allclose(STEPS.divergence(flat), 2 * by_hand, rtol=1e-5)
+    moved = TanhNormal(mean=SQUASHED.mean + 0.5, log_std=SQUASHED.log_std)
+    np.testing.assert_allclose(SQUASHED.divergence(moved), (0.5 * (0.5 / STD) ** 2).sum(), rtol=1e-5)
+
+
+def test_a_policy_of_levels_starts_nearly_uniform():
+    net = PolicyNet(
+        NetConfig(width=16, layers=1, heads=2, levels=5, dtype="float32"), Push().spec, jax.random.key(0)
+    )
+    policy = net.distribution(jax.random.normal(jax.random.key(1), (50, 16)))
+    assert isinstance(policy, Levels)
+    assert policy.choice.logits.shape == (50, 1, 5)
+    assert (policy.low, policy.high) == (Push().spec.action.low, Push().spec.action.high)
+    np.testing.assert_allclose(policy.entropy(), np.log(5), atol=0.01)
 
 
 def test_a_continuous_policy_keeps_its_spread_within_bounds():

@@ -183,6 +183,15 @@ def test_excess_cost_sums_to_the_hinge_of_every_episode(played):
         assert (excess[row, steps] <= trials.cost[row, steps]).all()
 
 
+def test_a_price_is_paid_for_cost_within_the_budget_only(played):
+    trials, _, episodes = played
+    net = penalty.net_reward(trials, PenaltyConfig(price=0.5))
+    np.testing.assert_array_equal(penalty.net_reward(trials, PenaltyConfig()), trials.reward)
+    for row, _, _, steps, _ in episodes:
+        within = min(trials.cost[row, steps].sum(), trials.token.ctg[row, steps[0]])
+        assert (trials.reward - net)[row, steps].sum() == pytest.approx(0.5 * within)
+
+
 def test_over_budget_marks_whole_episodes(played):
     trials, (_, over, *_, budget), episodes = played
     for row, _, _, steps, _ in episodes:

@@ -59,8 +59,8 @@ class Fit:
 
 
 @functools.cache
-def fit(env: Any, optimiser: str, seed: int = 0) -> Fit:
-    algorithm = Scared(env, config(optimiser))
+def fit(env: Any, optimiser: str, seed: int = 0, levels: int = 0) -> Fit:
+    algorithm = Scared(env, config(optimiser, net=dataclasses.replace(TINY, levels=levels)))
     state = eqx.filter_jit(algorithm.init)(jax.random.key(seed))
     update = eqx.filter_jit(algorithm.update)
     history = []
@@ -87,11 +87,12 @@ def test_the_good_arm_is_found_in_context_and_pulled_exactly_as_often_as_the_bud
     assert found.returns[budget > 0, -1].mean() > found.returns[budget > 0, 0].mean() + 0.25
 
 
+@pytest.mark.parametrize("levels", [0, 9])
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
-def test_real_valued_actions_and_costs(optimiser):
+def test_real_valued_actions_and_costs(optimiser, levels):
     """The side of the target is read off the first throw; on the right side the budget is what limits the throw."""
     env = Throw()
-    run = fit(env, optimiser)
+    run = fit(env, optimiser, levels=levels)
     agent, _ = with_options(env, run.algorithm.agent(run.state), greedy=True)
     found = evaluate(env, agent, tasks=500, segments=1)
     excess = np.maximum(found.costs - found.budgets[:, None], 0)
@@ -418,10 +419,41 @@ def test_budgets_are_drawn_by_their_power():
     """b = 5 u^1.5 is below x with probability (x/5)^(1/1.5)."""
     algorithm = Scared(Casino(), config("ppo", rows=4096, budget_power=1.5))
     _, budgets = jax.jit(algorithm.draw)(jax.random.key(0))
-    assert budgets.shape == (4096, 1)
+    assert budgets.shape == (4096, 1, 1)
     for x in (0.5, 1.0, 2.5, 4.0):
         expected = (x / 5) ** (1 / 1.5)
         assert np.mean(budgets < x) == pytest.approx(expected, abs=5 * np.sqrt(0.25 / 4096))
+
+
+def test_some_episodes_begin_with_their_budget_spent():
+    """As many as asked for, over by up to half of the largest budget; all others of a trial share its own."""
+    settings = config("ppo", rows=1024, episodes=4, spent=0.25)
+    algorithm = Scared(Casino(), settings)
+    _, budgets = jax.jit(algorithm.draw)(jax.random.key(0))
+    budgets = np.asarray(budgets[:, 0])
+    assert budgets.shape == (1024, 4)
+    spent = budgets < 0
+    assert spent.mean() == pytest.approx(0.25, abs=5 * np.sqrt(0.25 * 0.75 / 4096))
+    assert budgets[spent].min() > -2.5
+    assert budgets[spent].mean() == pytest.approx(-1.25, abs=0.15)
+    own = np.where(spent, np.nan, budgets)[~spent.all(-1)]
+    np.testing.assert_array_equal(np.nanmin(own, -1), np.nanmax(own, -1))
+    with pytest.raises(UserError, match=r"spent must be at most 1, got 1\.5"):
+        config("ppo", spent=1.5)
+
+
+def test_spent_episodes_are_learned_from_but_neither_reported_nor_judged():
+    """All of them spent: none counts in the log, λ gets no signal, and yet costly arms are unlearned."""
+    penalty = dataclasses.replace(PENALTY, initial=1.0, step=0.0)
+    algorithm = Scared(Casino(), config("ppo", spent=1.0, penalty=penalty, iterations=30))
+    state, update = eqx.filter_jit(algorithm.init)(jax.random.key(0)), eqx.filter_jit(algorithm.update)
+    costs = []
+    for _ in range(30):
+        state, metrics = update(state)
+        costs.append(float(metrics["cost_spent"]))
+        assert metrics["cost"] == metrics["over_budget"] == 0
+        assert not np.asarray(metrics["over_budget_by_bin"]).any()
+    assert costs[-1] < 0.5 * costs[0]
 
 
 def test_the_multiplier_may_follow_replay():

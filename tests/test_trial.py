@@ -72,6 +72,18 @@ def test_ctg_goes_negative_and_comes_back_at_the_next_episode():
     assert np.asarray(sums.lengths).tolist() == [[4, 4]]
 
 
+def test_every_episode_may_have_a_budget_of_its_own():
+    """One of them spent before it begins; a second trial has its own again."""
+    env = SafeDarkRoom(size=5, obstacles=1, max_steps=4)
+    script = Script(jnp.array([UP, UP, UP, UP]))
+    tasks = jax.tree.map(lambda x: jnp.repeat(x, 2, 1), one_room(env, (0, 2), [(1, 2)]))
+    budgets = jnp.array([[[2.7, -1.5, 3.0], [0.0, 1.0, 5.0]]])
+    trials = run_trials(env, script, tasks, budgets, KEY, episodes=3, steps=14)
+    ctg = np.asarray(trials.token.ctg[0]).tolist()
+    assert ctg[:12] == [2, 1, -2, -3, 3, 2, 0, -1, 1, 0, 5, 4]
+    assert np.asarray(trials.budget[0]).tolist()[:12] == [2, 2, -2, -2, 3, 3, 0, 0, 1, 1, 5, 5]
+
+
 @pytest.fixture(scope="module")
 def random_trials():
     env = SafeDarkRoom(size=4, obstacles=4, max_steps=7)

@@ -207,8 +207,9 @@ def _darkroom_safe_ad_small() -> Experiment:
 
 # -- the MuJoCo worlds: why these numbers is in docs/mujoco_scared.md ------------------------------------------
 #
-# Each is learned in two runs: `WORLD-short` plays short trials, in which to move and to remember is learned in many
-# cheap iterations; `WORLD` starts from its networks (--start) and plays the paper's trials of 20 episodes.
+# Each is learned in several runs: `WORLD-short` plays short trials, in which to move and to remember is learned in
+# many cheap iterations; the others start from the networks of the one before (--start) and play the paper's trials
+# of 20 episodes.
 
 
 def _arena_short(env: Any) -> Experiment:
@@ -228,55 +229,84 @@ def _arena_short(env: Any) -> Experiment:
         queue=6,  # a trained agent needs about a third of an episode's steps
         episodes=episodes,
         segments=2,
-        net=NetConfig(context=episodes * env.max_steps),
-        # A first policy is over its budget by 15 where a goal pays 1: with any λ it had better not move
-        penalty=PenaltyConfig(step=0.0, final_step=0.0006, bound=0.5, tolerance=0.05, cap=1.0),
-        ppo=PPOConfig(epochs=3, minibatch=96, learning_rate=(1e-3, 5e-4), entropy=(0.003, 0.0003), **far),
+        budget_power=1.0,
+        spent=0.15,  # to stop when the budget is spent is learned before driving is, or never
+        net=NetConfig(context=episodes * env.max_steps, levels=5),  # motors saturate at a twentieth of their range
+        penalty=PenaltyConfig(initial=0.08, step=0.0, final_step=0.004, bound=0.5, tolerance=0.05, cap=1.0),
+        ppo=PPOConfig(epochs=3, minibatch=96, learning_rate=(1e-3, 5e-4), entropy=(0.01, 0.001), **far),
         ddpg=DDPGConfig(capacity=1024, exploration=(0.5, 0.1), target_rate=0.02, **far),
     )
-    return Experiment(env=env, algo=algo, train=_world_training(0))
+    return Experiment(env=env, algo=algo, train=_world_training(0, temperature=0.5))
 
 
-def _arena(env: Any) -> Experiment:
-    """The paper's trials, and a λ that rises until budgets are kept."""
+def _arena_second(env: Any) -> Experiment:
+    """The paper's trials."""
     first = _arena_short(env)
     algo = dataclasses.replace(
         first.algo,
-        iterations=260,
+        iterations=220,
         rows=512,
         episodes=None,
         segments=6,
+        budget_power=1.5,
+        spent=0.1,
         net=dataclasses.replace(first.algo.net, context=env.spec.trial_steps),
-        penalty=dataclasses.replace(first.algo.penalty, initial=0.01, step=0.0005, final_step=0.004),
-        ppo=dataclasses.replace(first.algo.ppo, epochs=2, minibatch=32, learning_rate=(7e-4, 1e-4), warmup=3),
+        penalty=dataclasses.replace(first.algo.penalty, initial=0.15, step=0.0005, final_step=0.014),
+        ppo=dataclasses.replace(
+            first.algo.ppo, epochs=2, minibatch=32, learning_rate=(7e-4, 2e-4), entropy=(0.005, 0.001), warmup=3
+        ),
     )
-    return Experiment(env=env, algo=algo, train=_world_training(40))
+    return Experiment(env=env, algo=algo, train=_world_training(40, temperature=0.5))
+
+
+def _arena_third(env: Any) -> Experiment:
+    """λ had risen too fast: back to 0.2, until the goal is found within small budgets too."""
+    before = _arena_second(env)
+    algo = dataclasses.replace(
+        before.algo,
+        iterations=500,
+        budget_power=1.0,
+        penalty=dataclasses.replace(before.algo.penalty, initial=0.2, step=0.0, final_step=0.004),
+        ppo=dataclasses.replace(before.algo.ppo, epochs=3, learning_rate=(8e-4, 1e-4), entropy=(0.003, 0.0005)),
+    )
+    return Experiment(env=env, algo=algo, train=_world_training(100, temperature=0.5))
+
+
+def _car(env: Any) -> Experiment:
+    """The last run, in which the learning rate and the entropy end near 0."""
+    before = _arena_third(env)
+    algo = dataclasses.replace(
+        before.algo,
+        iterations=265,
+        budget_power=1.3,
+        penalty=dataclasses.replace(before.algo.penalty, initial=0.25, final_step=0.003),
+        ppo=dataclasses.replace(before.algo.ppo, learning_rate=(7e-4, 5e-5), entropy=(0.002, 0.0003)),
+    )
+    return Experiment(env=env, algo=algo, train=_world_training(0, temperature=0.5))
 
 
 def _point(env: Any) -> Experiment:
-    """The arena's, with a larger λ, fewer iterations and more small budgets; so trained, Car fails in MuJoCo."""
-    first = _arena(env)
-    algo = dataclasses.replace(
-        first.algo,
-        iterations=220,
-        budget_power=2.0,
-        penalty=dataclasses.replace(first.algo.penalty, final_step=0.014),
-        ppo=dataclasses.replace(first.algo.ppo, learning_rate=(7e-4, 2e-4)),
-    )
-    return Experiment(env=env, algo=algo, train=_world_training(55, tolerance=0.02))
+    """The car's, with a larger λ at the end: Point cannot turn back as fast, and pays more for a hazard."""
+    first = _car(env)
+    penalty = dataclasses.replace(first.algo.penalty, initial=0.26, final_step=0.007)
+    return dataclasses.replace(first, algo=dataclasses.replace(first.algo, penalty=penalty))
 
 
 def _arena_line(env: Any) -> Experiment:
-    """At most as many steps as the short trials, and λ as far as in the arena's whole ones."""
+    """As many steps as the short trials, tanh-normal actions, and a λ that rises from 0 to 0.3 at most."""
     first = _single_episodes(_arena_short(env))
     algo = dataclasses.replace(
         first.algo,
         iterations=300,
         rows=512,
-        penalty=dataclasses.replace(first.algo.penalty, final_step=_arena(env).algo.penalty.final_step),
-        ppo=dataclasses.replace(first.algo.ppo, minibatch=128, learning_rate=(1e-3, 5e-5)),
+        budget_power=1.5,
+        spent=0.0,
+        net=dataclasses.replace(first.algo.net, levels=0),
+        penalty=dataclasses.replace(first.algo.penalty, initial=0.0),
+        ppo=dataclasses.replace(first.algo.ppo, minibatch=128, learning_rate=(1e-3, 5e-5), entropy=(0.003, 0.0003)),
     )
-    return dataclasses.replace(first, algo=algo)
+    evaluation = dataclasses.replace(first.train.evaluation, temperature=0.25)
+    return dataclasses.replace(first, algo=algo, train=dataclasses.replace(first.train, evaluation=evaluation))
 
 
 def _track_short(env: Any) -> Experiment:
@@ -356,9 +386,9 @@ def _single_episodes(base: Experiment) -> Experiment:
     return dataclasses.replace(base, algo=algo, train=dataclasses.replace(base.train, evaluation=evaluation))
 
 
-def _world_training(every: int, tolerance: float = 0.04) -> TrainConfig:
+def _world_training(every: int, temperature: float = 0.25) -> TrainConfig:
     """The planned iterations, an evaluation at the end and before it every so many; the safest good one is kept."""
-    evaluation = EvalConfig(every=every, tasks=200, rows=200, temperature=0.25, tolerance=tolerance)
+    evaluation = EvalConfig(every=every, tasks=200, rows=200, temperature=temperature, tolerance=0.04)
     return TrainConfig(checkpoint_minutes=1.0, evaluation=evaluation)
 
 
@@ -369,8 +399,7 @@ class World:
     env: str
     args: tuple[str, ...]  # parameters of the environment to train in
     where: str  # the machine it is meant for
-    short: Callable[[Any], Experiment]
-    whole: Callable[[Any], Experiment]
+    stages: dict[str, Callable[[Any], Experiment]]  # one after another; by the end of their preset's name
     line: Callable[[Any], Experiment]
 
     def make(self) -> Any:
@@ -380,25 +409,32 @@ class World:
 
 # Car is pretrained in the plane, since 16 cores make 8,000 steps a second of 64 real ones, and Ant by Euler steps,
 # 1.8 times as fast as its own (docs/mujoco.md).
+_ARENA = {"-short": _arena_short, "-second": _arena_second, "-third": _arena_third}
 WORLDS: dict[str, World] = {
-    "point": World("safe-dark-point", (), "one GPU, which also moves the robot", _arena_short, _point, _arena_line),
-    "car": World("safe-dark-car", ("engine=planar",), "one GPU, in the plane", _arena_short, _arena, _arena_line),
-    "half-cheetah": World(
-        "safe-velocity-half-cheetah", (), "one GPU and its cores", _track_short, _track, _track_line
+    "point": World(
+        "safe-dark-point", (), "one GPU, which also moves the robot", {**_ARENA, "": _point}, _arena_line
     ),
-    "ant": World("safe-velocity-ant", ("engine=euler",), "one GPU and its cores", _ant_short, _ant, _ant_line),
+    "car": World("safe-dark-car", ("engine=planar",), "one GPU, in the plane", {**_ARENA, "": _car}, _arena_line),
+    "half-cheetah": World(
+        "safe-velocity-half-cheetah", (), "one GPU and its cores", {"-short": _track_short, "": _track}, _track_line
+    ),
+    "ant": World(
+        "safe-velocity-ant", ("engine=euler",), "one GPU and its cores", {"-short": _ant_short, "": _ant}, _ant_line
+    ),
 }
 
 
-def _whole(name: str) -> Callable[[], Experiment]:
-    make = lambda: WORLDS[name].whole(WORLDS[name].make())  # noqa: E731
-    make.__doc__ = f"`{WORLDS[name].env}`, after `{name}-short` (--start RUN); for {WORLDS[name].where}."
-    return make
-
-
-def _short(name: str) -> Callable[[], Experiment]:
-    make = lambda: WORLDS[name].short(WORLDS[name].make())  # noqa: E731
-    make.__doc__ = f"`{WORLDS[name].env}` in short trials, for `{name}` to start from."
+def _stage(name: str, ending: str) -> Callable[[], Experiment]:
+    """One of a world's runs."""
+    world = WORLDS[name]
+    make = lambda: world.stages[ending](world.make())  # noqa: E731
+    endings = list(world.stages)
+    place = endings.index(ending)
+    if place == 0:
+        make.__doc__ = f"`{world.env}` in short trials, for `{name}{endings[1]}` to start from."
+    else:
+        after = f"after `{name}{endings[place - 1]}` (--start RUN)"
+        make.__doc__ = f"`{world.env}`, {after}; for {world.where}."
     return make
 
 
@@ -432,8 +468,7 @@ PRESETS: dict[str, Callable[[], Experiment]] = {
     "darkroom-safe-ad-tuned": _darkroom_safe_ad_tuned,
     "darkroom-safe-ad-small": _darkroom_safe_ad_small,
     "point-safe-ad": _point_safe_ad,
-    **{world: _whole(world) for world in WORLDS},
-    **{f"{world}-short": _short(world) for world in WORLDS},
+    **{world + ending: _stage(world, ending) for world in WORLDS for ending in WORLDS[world].stages},
     **{f"{world}-privileged": _line(world, "privileged") for world in WORLDS},
     **{f"{world}-memoryless": _line(world, "memoryless") for world in WORLDS},
 }

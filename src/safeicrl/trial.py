@@ -122,9 +122,10 @@ def run_trials(
 ) -> Trials:
     """Play each row's queue of trials, `episodes` episodes each, for `steps` steps.
 
-    `tasks` are [row, queue], `budgets` [row, queue] or, one for each episode, [row, queue, episode]. `segments` cuts the scan so that the agent's memory can grow between
-    them (a KV cache read only as far as it is filled); the valid steps are the same for any number. Segments after
-    the last row's last step are skipped: there is nothing to play, and late steps are the dearest.
+    `tasks` are [row, queue], `budgets` [row, queue] or, one for each episode, [row, queue, episode]. `segments`
+    cuts the scan so that the agent's memory can grow between them (a KV cache read only as far as it is filled);
+    the valid steps are the same for any number. Segments after the last row's last step are skipped: there is
+    nothing to play, and late steps are the dearest.
     """
     budgets = usable_budget(jnp.asarray(budgets, jnp.float32), env.spec)
     rows, queue = budgets.shape[:2]

@@ -165,9 +165,9 @@ class Scared:
         low, high = self.env.spec.train_budget
         budgets = (low + (high - low) * u**self.config.budget_power)[..., None]
         spent_key, size_key = jax.random.split(jax.random.fold_in(key, 1))
-        shape = (*shape, self.episodes)
-        spent = jax.random.bernoulli(spent_key, self.config.spent, shape)
-        return tasks, jnp.where(spent, -jax.random.uniform(size_key, shape, maxval=high / 2), budgets)
+        each = (*shape, self.episodes)
+        spent = jax.random.bernoulli(spent_key, self.config.spent, each)
+        return tasks, jnp.where(spent, -jax.random.uniform(size_key, each, maxval=high / 2), budgets)
 
 
 def _fresh(costs: EpisodeCosts) -> EpisodeCosts:
@@ -181,16 +181,15 @@ def budget_edges(low: float, high: float) -> jax.Array:
 
 
 def summary(trials: Trials) -> dict[str, jax.Array]:
-    """The metrics every algorithm reports, over the episodes that ended and did not begin with their budget spent."""
-    ended = trials.done & trials.valid & (trials.budget >= 0)
-    count = jnp.maximum(ended.sum(), 1)
-    mean = lambda x: jnp.where(ended, x, 0.0).sum() / count  # noqa: E731
-    spent = trials.done & trials.valid & (trials.budget < 0)
+    """The metrics every algorithm reports, over the episodes that ended; those that began spent count apart."""
+    ended = trials.done & trials.valid
+    mean = lambda x, where: jnp.where(where, x, 0.0).sum() / jnp.maximum(where.sum(), 1)  # noqa: E731
+    spent, ended = ended & (trials.budget < 0), ended & (trials.budget >= 0)
     return {
-        "cost_spent": jnp.where(spent, trials.episode_cost, 0.0).sum() / jnp.maximum(spent.sum(), 1),
         "env_steps": trials.valid.sum(),
-        "return": mean(trials.episode_return),
-        "cost": mean(trials.episode_cost),
-        "budget": mean(trials.budget),
-        "over_budget": mean(trials.episode_cost > trials.budget),
+        "return": mean(trials.episode_return, ended),
+        "cost": mean(trials.episode_cost, ended),
+        "cost_spent": mean(trials.episode_cost, spent),
+        "budget": mean(trials.budget, ended),
+        "over_budget": mean(trials.episode_cost > trials.budget, ended),
     }

@@ -40,8 +40,9 @@ class Categorical:
         log_p = jax.nn.log_softmax(self.logits)
         return -(jnp.exp(log_p) * log_p).sum(-1)
 
-    def divergence(self, other: "Categorical") -> jax.Array:
+    def divergence(self, other: "Distribution") -> jax.Array:
         """KL(self ‖ other), [...]."""
+        assert isinstance(other, Categorical)
         log_p, log_q = jax.nn.log_softmax(self.logits), jax.nn.log_softmax(other.logits)
         return (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
 
@@ -92,8 +93,9 @@ class TanhNormal:
         """Entropy of the Gaussian before tanh: a bound that keeps the spread open, not the exact value."""
         return (self.log_std + 0.5 * jnp.log(2 * jnp.pi * jnp.e)).sum(-1)
 
-    def divergence(self, other: "TanhNormal") -> jax.Array:
+    def divergence(self, other: "Distribution") -> jax.Array:
         """KL(self ‖ other) of the Gaussians underneath, which tanh does not change, [...]."""
+        assert isinstance(other, TanhNormal)
         ratio = jnp.exp(2 * (self.log_std - other.log_std))
         gap = ((self.mean - other.mean) * jnp.exp(-other.log_std)) ** 2
         return 0.5 * (ratio + gap - 1 - jnp.log(ratio)).sum(-1)
@@ -121,7 +123,8 @@ class Levels:
 
     @property
     def _levels(self) -> jax.Array:
-        return jnp.linspace(self.low, self.high, self.choice.logits.shape[-1])
+        number = self.choice.logits.shape[-1]
+        return self.low + (self.high - self.low) / (number - 1) * jnp.arange(number)
 
     def sample(self, key: Key) -> jax.Array:
         """Draw actions, [..., action]; differentiable in the parameters as far as their mean is."""
@@ -143,8 +146,9 @@ class Levels:
         """Entropy, [...]."""
         return self.choice.entropy().sum(-1)
 
-    def divergence(self, other: "Levels") -> jax.Array:
+    def divergence(self, other: "Distribution") -> jax.Array:
         """KL(self ‖ other), [...]."""
+        assert isinstance(other, Levels)
         return self.choice.divergence(other.choice).sum(-1)
 
     def tempered(self, temperature: float) -> "Levels":

@@ -1,0 +1,83 @@
+"""What it is worth to brake once the budget is spent, for a policy that drives on: the first episode of Point.
+
+python bench/braking.py runs/point --out results/safe-dark-point/braking.json
+
+After its budget is spent, and outside hazards, the robot brakes with a given probability at each step instead of
+doing what the policy says. Where a little braking costs return and saves no cost, gradients cannot find the rest.
+"""
+
+import argparse
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from safeicrl.envs.api import Key, PyTree
+from safeicrl.evaluate import evaluate, surroundings
+from safeicrl.files import write_json
+from safeicrl.policy import load_policy
+from safeicrl.tokens import Token
+from safeicrl.trial import Agent
+
+SHARES = (0.0, 0.1, 0.3, 1.0)
+SLOW = 0.03  # metres a step, below which thrust is eased
+
+
+class Braking(eqx.Module):
+    """An agent whose thrust is taken over, with a probability, when its budget is spent."""
+
+    agent: Agent
+    share: float
+
+    def init(self, tasks: PyTree, rows: int) -> PyTree:
+        """The agent's own memory."""
+        return self.agent.init(tasks, rows)
+
+    def extend(self, memory: PyTree, steps: int) -> PyTree:
+        """The agent's own memory."""
+        return self.agent.extend(memory, steps)
+
+    def act(self, memory: PyTree, token: Token, key: Key) -> tuple[PyTree, jax.Array, PyTree]:
+        """Thrust against the motion along the robot's nose, or what the agent does."""
+        memory, action, extras = self.agent.act(memory, token, key)
+        nose = token.observation[:, jnp.array([3, 6])]  # first column of the rotation matrix
+        speed = ((token.observation - token.previous)[:, :2] * nose).sum(-1)
+        brake = jnp.where(jnp.abs(speed) > SLOW, -jnp.sign(speed), -0.05 * speed / SLOW)
+        lot = jax.random.bernoulli(jax.random.fold_in(key, 1), self.share, brake.shape)
+        brakes = lot & (token.ctg < 0) & (token.cost == 0)
+        return memory, action.at[:, 0].set(jnp.where(brakes, brake, action[:, 0])), extras
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("policy", help="a run, a file, or the name of a pretrained policy for Point")
+    parser.add_argument("--budget", type=float, default=20.0)
+    parser.add_argument("--tasks", type=int, default=1000)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    policy = load_policy(args.policy)
+    rows = []
+    for share in SHARES:
+        agent = Braking(policy.agent, share)
+        budgets = (args.budget, args.budget)
+        found = evaluate(policy.env, agent, tasks=args.tasks, episodes=1, budgets=budgets, budget_count=1)
+        rows.append(
+            {
+                "share": share,
+                "return": float(found.returns.mean()),
+                "cost": float(found.costs.mean()),
+                "excess": float(np.maximum(found.costs - args.budget, 0).mean()),
+                "excess_error": float(np.maximum(found.costs - args.budget, 0).std(ddof=1) / args.tasks**0.5),
+                "over_budget": float(found.over.mean()),
+            }
+        )
+        Console().print({name: round(value, 3) for name, value in rows[-1].items()})
+    if args.out is not None:
+        write_json(args.out, {"budget": args.budget, "tasks": args.tasks, "braking": rows, **surroundings()})
+
+
+if __name__ == "__main__":
+    main()
