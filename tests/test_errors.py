@@ -105,6 +105,7 @@ def test_other_slips_at_the_gymnasium_face():
     [
         (ScaredConfig, {"episodes": 0}, "episodes must be an integer ≥ 1, got 0"),
         (ScaredConfig, {"steps": -1}, "steps must be an integer ≥ 1, got -1"),
+        (ScaredConfig, {"optimiser": "ddpg", "net": NetConfig(levels=3)}, "net.levels is for ppo"),
         (NetConfig, {"levels": 1}, "levels must be 0, for a tanh-normal, or at least 2, got 1"),
         (PenaltyConfig, {"price": -1.0}, "penalty.price must be a finite number ≥ 0.0, got -1.0"),
         (ScaredConfig, {"optimiser": "sgd"}, "optimiser must be ppo or ddpg, got 'sgd'"),

@@ -238,15 +238,6 @@ def test_levels_are_tempered_and_explored_number_by_number():
     np.testing.assert_allclose(mean(STEPS.explored(jnp.float32(1.0))), VALUES.mean(), atol=1e-5)
 
 
-def test_a_sample_of_levels_has_the_slope_of_their_mean():
-    def drawn(logits):
-        return Levels(choice=Categorical(logits=logits), low=-2.0, high=4.0).sample(jax.random.key(3)).sum()
-
-    slope = jax.grad(drawn)(STEPS.choice.logits)
-    expected = [p * (VALUES - p @ VALUES) for p in (P, P[::-1])]
-    np.testing.assert_allclose(slope, expected, rtol=1e-4, atol=1e-6)
-
-
 def test_divergence_is_zero_from_itself_and_by_hand_from_another():
     even = Categorical(logits=jnp.zeros(4))
     assert float(ODDS.divergence(ODDS)) == 0

@@ -87,12 +87,22 @@ def test_the_good_arm_is_found_in_context_and_pulled_exactly_as_often_as_the_bud
     assert found.returns[budget > 0, -1].mean() > found.returns[budget > 0, 0].mean() + 0.25
 
 
-@pytest.mark.parametrize("levels", [0, 9])
+def test_actions_in_levels():
+    """The target lies on one of nine levels; every throw does, and from the second on the right one."""
+    env = Throw()
+    run = fit(env, "ppo", levels=9)
+    agent, _ = with_options(env, run.algorithm.agent(run.state), greedy=True)
+    found = evaluate(env, agent, tasks=500, budgets=(0.5, 1.0), segments=1)
+    assert set(np.unique(found.costs)) <= {0.0, 0.25, 0.5, 0.75, 1.0}
+    assert found.returns[:, -1].mean() > 0.95
+    assert found.returns[:, 0].mean() < 0.6
+
+
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
-def test_real_valued_actions_and_costs(optimiser, levels):
+def test_real_valued_actions_and_costs(optimiser):
     """The side of the target is read off the first throw; on the right side the budget is what limits the throw."""
     env = Throw()
-    run = fit(env, optimiser, levels=levels)
+    run = fit(env, optimiser)
     agent, _ = with_options(env, run.algorithm.agent(run.state), greedy=True)
     found = evaluate(env, agent, tasks=500, segments=1)
     excess = np.maximum(found.costs - found.budgets[:, None], 0)
@@ -419,10 +429,10 @@ def test_budgets_are_drawn_by_their_power():
     """b = 5 u^1.5 is below x with probability (x/5)^(1/1.5)."""
     algorithm = Scared(Casino(), config("ppo", rows=4096, budget_power=1.5))
     _, budgets = jax.jit(algorithm.draw)(jax.random.key(0))
-    assert budgets.shape == (4096, 1, 1)
+    assert budgets.shape == (4096, 1, 3)
     for x in (0.5, 1.0, 2.5, 4.0):
         expected = (x / 5) ** (1 / 1.5)
-        assert np.mean(budgets < x) == pytest.approx(expected, abs=5 * np.sqrt(0.25 / 4096))
+        assert np.mean(budgets[:, 0, 0] < x) == pytest.approx(expected, abs=5 * np.sqrt(0.25 / 4096))
 
 
 def test_some_episodes_begin_with_their_budget_spent():

@@ -53,6 +53,8 @@ class ScaredConfig:
             raise UserError(f"spent must be at most 1, got {self.spent}")
         if self.optimiser not in ("ppo", "ddpg"):
             raise UserError(f"optimiser must be ppo or ddpg, got {self.optimiser!r}")
+        if self.net.levels and self.optimiser == "ddpg":
+            raise UserError("net.levels is for ppo; ddpg follows the slope of Q in real-valued actions: levels 0")
         if self.penalty.source == "replay" and self.optimiser != "ddpg":
             raise UserError(f"penalty.source replay needs the optimiser that has one, ddpg, got {self.optimiser!r}")
         if self.queue > MAX_TRIALS:

@@ -127,10 +127,8 @@ class Levels:
         return self.low + (self.high - self.low) / (number - 1) * jnp.arange(number)
 
     def sample(self, key: Key) -> jax.Array:
-        """Draw actions, [..., action]; differentiable in the parameters as far as their mean is."""
-        drawn = self._levels[self.choice.sample(key)]
-        mean = (jax.nn.softmax(self.choice.logits) * self._levels).sum(-1)
-        return drawn + (mean - jax.lax.stop_gradient(mean))
+        """Draw actions, [..., action]."""
+        return self._levels[self.choice.sample(key)]
 
     def mode(self) -> jax.Array:
         """The most probable actions."""
