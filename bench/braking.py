@@ -1,6 +1,8 @@
 """What it is worth to brake once the budget is spent, for a policy that drives on: the first episode of Point.
 
-python bench/braking.py runs/point --out results/safe-dark-point/braking.json
+python bench/braking.py runs/point-tanh --out results/safe-dark-point/braking.json
+
+(a run with the settings of results/safe-dark-point/training/tanh-normal).
 
 After its budget is spent, and outside hazards, the robot brakes with a given probability at each step instead of
 doing what the policy says. Where a little braking costs return and saves no cost, gradients cannot find the rest.

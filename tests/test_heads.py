@@ -224,6 +224,7 @@ def test_levels_are_independent_and_evenly_spaced():
     )
     np.testing.assert_allclose(np.exp(every.log_prob(pairs)), np.outer(P, P[::-1]), rtol=1e-5)
     np.testing.assert_allclose(every.log_prob(pairs + 0.9), every.log_prob(pairs))  # the nearest level's
+    np.testing.assert_allclose(STEPS.log_prob(jnp.array([-9.0, 9.0])), np.log(P[0] ** 2), rtol=1e-5)
     draws = np.asarray(jax.vmap(STEPS.sample)(jax.random.split(jax.random.key(0), SAMPLES)))
     for value, p, q in zip(VALUES, P, P[::-1], strict=True):
         assert np.mean(draws[:, 0] == value) == pytest.approx(p, abs=5 * np.sqrt(0.25 / SAMPLES))

@@ -454,7 +454,7 @@ def test_some_episodes_begin_with_their_budget_spent():
 
 def test_spent_episodes_are_learned_from_but_neither_reported_nor_judged():
     """All of them spent: none counts in the log, λ gets no signal, and yet costly arms are unlearned."""
-    penalty = dataclasses.replace(PENALTY, initial=1.0, step=0.0)
+    penalty = dataclasses.replace(PENALTY, initial=1.0)
     algorithm = Scared(Casino(), config("ppo", spent=1.0, penalty=penalty, iterations=30))
     state, update = eqx.filter_jit(algorithm.init)(jax.random.key(0)), eqx.filter_jit(algorithm.update)
     costs = []
@@ -463,7 +463,21 @@ def test_spent_episodes_are_learned_from_but_neither_reported_nor_judged():
         costs.append(float(metrics["cost_spent"]))
         assert metrics["cost"] == metrics["over_budget"] == 0
         assert not np.asarray(metrics["over_budget_by_bin"]).any()
+    # as if nothing had been broken: by the tolerance down, thirty times
+    assert float(metrics["lambda"]) == pytest.approx(1 - 30 * PENALTY.step * PENALTY.tolerance, abs=1e-5)
     assert costs[-1] < 0.5 * costs[0]
+
+
+def test_a_budget_of_zero_is_not_a_spent_one():
+    """Real-valued costs: the budget is found again from CTG and costs, up to rounding."""
+    algorithm = Scared(Throw(), config("ppo", rows=512))
+    hidden, budgets = algorithm.draw(jax.random.key(1))
+    agent = algorithm.agent(eqx.filter_jit(algorithm.init)(jax.random.key(0)))
+    trials = algorithm.play(agent, hidden, jnp.zeros_like(budgets), jax.random.key(2))
+    rounded = replace(trials, token=replace(trials.token, ctg=trials.token.ctg - 2e-5))
+    for found in (summary(trials), summary(rounded)):
+        assert found["over_budget"] > 0.4
+        assert found["cost_spent"] == 0
 
 
 def test_the_multiplier_may_follow_replay():

@@ -32,7 +32,7 @@ pytest.importorskip("mujoco")
 
 from safeicrl import demo
 from safeicrl.policy import load_policy
-from safeicrl.presets import PRESETS, WORLDS, load_experiment, preset
+from safeicrl.presets import PRESETS, WORLDS, load_experiment, preset, stage_before
 from safeicrl.robots import shoot
 from safeicrl.train import train
 
@@ -174,6 +174,8 @@ def test_the_presets_are_the_papers_experiment(world):
     for before, after in itertools.pairwise(stages):
         assert (preset(world + after).env, preset(world + after).algo.episodes) == (whole.env, None)
         assert f"`{world}{before}`" in (PRESETS[world + after].__doc__ or "")
+        assert stage_before(world + after) == world + before
+    assert stage_before(f"{world}-short") is None
     for line in ("privileged", "memoryless"):
         other = preset(f"{world}-{line}")
         assert f"`{world}`" in (PRESETS[f"{world}-{line}"].__doc__ or "")
@@ -232,6 +234,7 @@ def test_a_car_can_begin_with_what_a_point_has_learned():
     ("net", "words"),
     [
         ({"heads": 4}, "has heads 2, this run 4: --algo.net.heads 2 starts from it"),
+        ({"levels": 3}, "has levels 5, this run 3: --algo.net.levels 5 starts from it"),
         ({"layers": 2}, "has layers 1, this"),
     ],
 )

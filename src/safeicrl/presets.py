@@ -231,7 +231,9 @@ def _arena_short(env: Any) -> Experiment:
         segments=2,
         budget_power=1.0,
         spent=0.15,  # to stop when the budget is spent is learned before driving is, or never
-        net=NetConfig(context=episodes * env.max_steps, levels=5),  # motors saturate at a twentieth of their range
+        net=NetConfig(
+            context=episodes * env.max_steps, levels=5
+        ),  # motors saturate at a twentieth of their range, or less
         penalty=PenaltyConfig(initial=0.08, step=0.0, final_step=0.004, bound=0.5, tolerance=0.05, cap=1.0),
         ppo=PPOConfig(epochs=3, minibatch=96, learning_rate=(1e-3, 5e-4), entropy=(0.01, 0.001), **far),
         ddpg=DDPGConfig(capacity=1024, exploration=(0.5, 0.1), target_rate=0.02, **far),
@@ -286,7 +288,7 @@ def _car(env: Any) -> Experiment:
 
 
 def _point(env: Any) -> Experiment:
-    """The car's, with a larger λ at the end: Point cannot turn back as fast, and pays more for a hazard."""
+    """The car's, with a larger λ at the end: after the third run Point was over budget twice as often."""
     first = _car(env)
     penalty = dataclasses.replace(first.algo.penalty, initial=0.26, final_step=0.007)
     return dataclasses.replace(first, algo=dataclasses.replace(first.algo, penalty=penalty))
@@ -424,17 +426,23 @@ WORLDS: dict[str, World] = {
 }
 
 
+def stage_before(name: str) -> str | None:
+    """The preset whose networks the one called `name` starts from, if it does."""
+    for world, ending in ((w, e) for w in WORLDS for e in WORLDS[w].stages):
+        place = list(WORLDS[world].stages).index(ending)
+        if world + ending == name and place:
+            return world + list(WORLDS[world].stages)[place - 1]
+    return None
+
+
 def _stage(name: str, ending: str) -> Callable[[], Experiment]:
     """One of a world's runs."""
-    world = WORLDS[name]
+    world, before = WORLDS[name], stage_before(name + ending)
     make = lambda: world.stages[ending](world.make())  # noqa: E731
-    endings = list(world.stages)
-    place = endings.index(ending)
-    if place == 0:
-        make.__doc__ = f"`{world.env}` in short trials, for `{name}{endings[1]}` to start from."
+    if before is None:
+        make.__doc__ = f"`{world.env}` in short trials, for others to start from."
     else:
-        after = f"after `{name}{endings[place - 1]}` (--start RUN)"
-        make.__doc__ = f"`{world.env}`, {after}; for {world.where}."
+        make.__doc__ = f"`{world.env}`, after `{before}` (--start RUN); for {world.where}."
     return make
 
 
@@ -455,7 +463,7 @@ def _line(name: str, kind: Literal["privileged", "memoryless"]) -> Callable[[], 
         "privileged": "told the task: the line above",
         "memoryless": "no memory of past episodes: the line below",
     }
-    make.__doc__ = f"The `{name}` agent, {what[kind]}."
+    make.__doc__ = f"An agent for `{name}`, {what[kind]}."
     return make
 
 

@@ -223,7 +223,7 @@ def _begin(
 
 
 def _check_start(algorithm: Algorithm, folder: Path) -> None:
-    """Refuse the networks of other sizes; other heads would even fit, and compute something else."""
+    """Refuse the networks of other sizes; other heads or levels might even fit, and compute something else."""
     if not folder.is_dir():
         raise UserError(f"--start takes the folder of a training run, and {folder} is none")
     try:
@@ -231,11 +231,12 @@ def _check_start(algorithm: Algorithm, folder: Path) -> None:
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder / 'config.json'} is no training run: {error!r}") from None
     ours = dataclasses.asdict(algorithm.config).get("net", {})
-    for size in ("width", "layers", "heads"):
-        if theirs.get(size) != ours.get(size):
+    for size in ("width", "layers", "heads", "levels"):
+        # runs from before there were levels do not say that they have none
+        here, there = (net.get(size, 0 if size == "levels" else None) for net in (ours, theirs))
+        if there != here:
             raise UserError(
-                f"{folder} has {size} {theirs.get(size)}, this run {ours.get(size)}: "
-                f"--algo.net.{size} {theirs.get(size)} starts from it"
+                f"{folder} has {size} {there}, this run {here}: --algo.net.{size} {there} starts from it"
             )
 
 

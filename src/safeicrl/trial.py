@@ -58,7 +58,7 @@ class Trials:
 
     @property
     def budget(self) -> jax.Array:
-        """The trial's budget δ, [row, time]. At an episode's start CTG is δ; carry it to the episode's end."""
+        """The episode's budget δ, [row, time]: CTG plus its cost so far; of real-valued costs up to rounding."""
         return self.token.ctg + self.episode_cost - self.cost
 
     @property
@@ -129,8 +129,7 @@ def run_trials(
     """
     budgets = usable_budget(jnp.asarray(budgets, jnp.float32), env.spec)
     rows, queue = budgets.shape[:2]
-    if budgets.ndim == 2:
-        budgets = jnp.broadcast_to(budgets[..., None], (rows, queue, episodes))
+    budgets = jnp.broadcast_to(budgets if budgets.ndim == 3 else budgets[..., None], (rows, queue, episodes))
     reset_key, scan_key = jax.random.split(key)
     carry = jax.vmap(_enter, (None, 0, 0, 0))(env, tasks, budgets, jax.random.split(reset_key, rows))
     memory = agent.init(tasks, rows)

@@ -23,6 +23,8 @@ from safeicrl.optimisers.ppo import PPO, PPOConfig
 from safeicrl.penalty import EpisodeCosts, PenaltyConfig, collect_costs, over_by_bin, update_multiplier
 from safeicrl.trial import Agent, Trials, run_trials, sample_queue
 
+SPENT = 0.01  # by at least so much a budget is spent when its episode begins with it spent
+
 
 @dataclass(frozen=True)
 class ScaredConfig:
@@ -169,12 +171,17 @@ class Scared:
         spent_key, size_key = jax.random.split(jax.random.fold_in(key, 1))
         each = (*shape, self.episodes)
         spent = jax.random.bernoulli(spent_key, self.config.spent, each)
-        return tasks, jnp.where(spent, -jax.random.uniform(size_key, each, maxval=high / 2), budgets)
+        return tasks, jnp.where(spent, -jax.random.uniform(size_key, each, minval=SPENT, maxval=high / 2), budgets)
 
 
 def _fresh(costs: EpisodeCosts) -> EpisodeCosts:
     """Without the episodes that began with their budget spent."""
-    return replace(costs, played=costs.played & (costs.budget >= 0))
+    return replace(costs, played=costs.played & ~_spent(costs.budget))
+
+
+def _spent(budget: jax.Array) -> jax.Array:
+    """Whether an episode began with its budget spent; a budget of 0 has not, whatever rounding makes of it."""
+    return budget < -SPENT / 2
 
 
 def budget_edges(low: float, high: float) -> jax.Array:
@@ -183,15 +190,15 @@ def budget_edges(low: float, high: float) -> jax.Array:
 
 
 def summary(trials: Trials) -> dict[str, jax.Array]:
-    """The metrics every algorithm reports, over the episodes that ended; those that began spent count apart."""
-    ended = trials.done & trials.valid
+    """What the log says of an iteration's episodes that ended; those that began with their budget spent, apart."""
+    ended, spent = trials.done & trials.valid, _spent(trials.budget)
     mean = lambda x, where: jnp.where(where, x, 0.0).sum() / jnp.maximum(where.sum(), 1)  # noqa: E731
-    spent, ended = ended & (trials.budget < 0), ended & (trials.budget >= 0)
+    fresh = ended & ~spent
     return {
         "env_steps": trials.valid.sum(),
-        "return": mean(trials.episode_return, ended),
-        "cost": mean(trials.episode_cost, ended),
-        "cost_spent": mean(trials.episode_cost, spent),
-        "budget": mean(trials.budget, ended),
-        "over_budget": mean(trials.episode_cost > trials.budget, ended),
+        "return": mean(trials.episode_return, fresh),
+        "cost": mean(trials.episode_cost, fresh),
+        "cost_spent": mean(trials.episode_cost, ended & spent),  # 0 where there were none
+        "budget": mean(trials.budget, fresh),
+        "over_budget": mean(trials.episode_cost > trials.budget, fresh),
     }

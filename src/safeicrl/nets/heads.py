@@ -137,7 +137,8 @@ class Levels:
     def log_prob(self, action: jax.Array) -> jax.Array:
         """Log-probability of the levels nearest to `action`, [...]."""
         unit = (action - self.low) / (self.high - self.low)
-        index = jnp.round(unit * (self.choice.logits.shape[-1] - 1)).astype(jnp.int32)
+        last = self.choice.logits.shape[-1] - 1
+        index = jnp.clip(jnp.round(unit * last), 0, last).astype(jnp.int32)
         return self.choice.log_prob(index).sum(-1)
 
     def entropy(self) -> jax.Array:
