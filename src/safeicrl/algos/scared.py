@@ -56,7 +56,7 @@ class ScaredConfig:
         if self.optimiser not in ("ppo", "ddpg"):
             raise UserError(f"optimiser must be ppo or ddpg, got {self.optimiser!r}")
         if self.net.levels and self.optimiser == "ddpg":
-            raise UserError("net.levels is for ppo; ddpg, which follows the slope of Q in real-valued actions, takes 0")
+            raise UserError("net.levels is for ppo; ddpg, which follows the slope of Q in its actions, takes 0")
         if self.penalty.source == "replay" and self.optimiser != "ddpg":
             raise UserError(f"penalty.source replay needs the optimiser that has one, ddpg, got {self.optimiser!r}")
         if self.queue > MAX_TRIALS:
