@@ -280,12 +280,18 @@ def is_shape(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def test_the_shipped_point_learns_arenas_in_context():
-    """Sixteen it has never seen: it searches once, then goes where the goal was, around what cost it before."""
+def test_the_shipped_point_learns_arenas_in_context_and_searches_by_its_budget():
+    """It goes where the goal was, around what cost it before; a small budget makes it stop sooner."""
     policy = load_policy("safe-dark-point")
-    found = evaluate(policy.env, policy.agent, tasks=16, episodes=5, seed=1)
-    assert found.returns[:, -2:].mean() > 0.9
-    assert found.costs[:, -2:].mean() < 0.5 * found.costs[:, 0].mean()
+    small, large = (
+        evaluate(policy.env, policy.agent, tasks=32, episodes=6, seed=1, budgets=budgets)
+        for budgets in ((10.0, 14.0), (40.0, 50.0))
+    )
+    assert large.returns[:, -2:].mean() > 0.85
+    assert large.costs[:, -2:].mean() < 0.5 * large.costs[:, 0].mean()
+    assert small.costs[:, 0].mean() < 0.6 * large.costs[:, 0].mean()
+    assert small.returns[:, 0].mean() < large.returns[:, 0].mean()
+    assert small.returns[:, -1].mean() > small.returns[:, 0].mean() + 0.2
 
 
 def test_a_policy_is_shown_in_its_own_world_only(runs):
