@@ -32,7 +32,7 @@ pytest.importorskip("mujoco")
 
 from safeicrl import demo
 from safeicrl.policy import load_policy
-from safeicrl.presets import PRESETS, WORLDS, load_experiment, preset, stage_before
+from safeicrl.presets import PRESETS, STARTS_FROM, WORLDS, load_experiment, preset
 from safeicrl.robots import shoot
 from safeicrl.train import train
 
@@ -174,8 +174,8 @@ def test_the_presets_are_the_papers_experiment(world):
     for before, after in itertools.pairwise(stages):
         assert (preset(world + after).env, preset(world + after).algo.episodes) == (whole.env, None)
         assert f"`{world}{before}`" in (PRESETS[world + after].__doc__ or "")
-        assert stage_before(world + after) == world + before
-    assert stage_before(f"{world}-short") is None
+        assert STARTS_FROM[world + after] == world + before
+    assert f"{world}-short" not in STARTS_FROM
     for line in ("privileged", "memoryless"):
         other = preset(f"{world}-{line}")
         assert f"`{world}`" in (PRESETS[f"{world}-{line}"].__doc__ or "")

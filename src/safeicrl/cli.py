@@ -98,7 +98,7 @@ def _first_line(thing: Any) -> str:
 
 def train(args: list[str]) -> None:
     """Train an agent: --preset NAME, or --algo NAME --env NAME, any setting by its name; or --resume RUN_DIR."""
-    from safeicrl.presets import PRESETS, Experiment, experiment, load_experiment, preset, stage_before
+    from safeicrl.presets import PRESETS, STARTS_FROM, Experiment, experiment, load_experiment, preset
     from safeicrl.train import TrainConfig
     from safeicrl.train import train as run
 
@@ -139,8 +139,8 @@ def train(args: list[str]) -> None:
     built = Experiment(env=asked.env, algo=asked.algo, train=asked.train)
     if resume:
         _check_resumable(default, built)
-    elif asked.train.start is None and chosen and (before := stage_before(chosen)):
-        print(f"this preset is meant to start from the networks of a run of {before}: --start RUN")
+    elif asked.train.start is None and chosen in STARTS_FROM:
+        print(f"this preset is meant to start from the networks of a run of {STARTS_FROM[chosen]}: --start RUN")
     out = Path(resume) if resume else asked.out or Path("runs") / f"{asked.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
     trained = run(built.build(), built.train, out=out, resume=bool(resume))
     if trained.policies:

@@ -1,6 +1,7 @@
 """Experiments by name: an environment, an algorithm's settings, and how long to train."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -231,9 +232,8 @@ def _arena_short(env: Any) -> Experiment:
         segments=2,
         budget_power=1.0,
         spent=0.15,  # to stop when the budget is spent is learned before driving is, or never
-        net=NetConfig(
-            context=episodes * env.max_steps, levels=5
-        ),  # motors saturate at a twentieth of their range, or less
+        # motors saturate at a twentieth of their range, or less
+        net=NetConfig(context=episodes * env.max_steps, levels=5),
         penalty=PenaltyConfig(initial=0.08, step=0.0, final_step=0.004, bound=0.5, tolerance=0.05, cap=1.0),
         ppo=PPOConfig(epochs=3, minibatch=96, learning_rate=(1e-3, 5e-4), entropy=(0.01, 0.001), **far),
         ddpg=DDPGConfig(capacity=1024, exploration=(0.5, 0.1), target_rate=0.02, **far),
@@ -426,18 +426,17 @@ WORLDS: dict[str, World] = {
 }
 
 
-def stage_before(name: str) -> str | None:
-    """The preset whose networks the one called `name` starts from, if it does."""
-    for world, ending in ((w, e) for w in WORLDS for e in WORLDS[w].stages):
-        place = list(WORLDS[world].stages).index(ending)
-        if world + ending == name and place:
-            return world + list(WORLDS[world].stages)[place - 1]
-    return None
+# the preset that a later stage starts from (--start)
+STARTS_FROM = {
+    name + after: name + before
+    for name, world in WORLDS.items()
+    for before, after in itertools.pairwise(world.stages)
+}
 
 
 def _stage(name: str, ending: str) -> Callable[[], Experiment]:
     """One of a world's runs."""
-    world, before = WORLDS[name], stage_before(name + ending)
+    world, before = WORLDS[name], STARTS_FROM.get(name + ending)
     make = lambda: world.stages[ending](world.make())  # noqa: E731
     if before is None:
         make.__doc__ = f"`{world.env}` in short trials, for others to start from."

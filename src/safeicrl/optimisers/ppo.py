@@ -200,10 +200,8 @@ class PPO:
         else:  # one episode's budget, undiscounted: the cost critic stops at the episode's end
             cost, cost_discount = trials.cost, 1.0 - trials.done
         # Both in one scan: on a GPU its many small kernels cost more than their work.
-        signal, discount = (
-            jnp.stack([net_reward(trials, self.penalty), cost]),
-            jnp.stack([within_trial, cost_discount]),
-        )
+        signal = jnp.stack([net_reward(trials, self.penalty), cost])
+        discount = jnp.stack([within_trial, cost_discount])
         return gae(signal, values, discount, self.config.trace)
 
 
