@@ -18,6 +18,7 @@ from safeicrl.results import (
     budget_bins,
     budget_edges,
     load_results,
+    relative,
     results_equal,
     save_results,
     standard_error,
@@ -159,6 +160,7 @@ def test_budgets_are_distinct_uniform_and_used_equally_often():
         ({"budgets": (-1.0, 1.0)}, "budget must be"),
         ({"budgets": (float("nan"), 1.0)}, "budget must be"),
         ({"budget_count": 0}, "number of budgets"),
+        ({"budgets_per_task": 0}, "budgets_per_task must be"),
         ({"split": "tset"}, "split must be"),
     ],
 )
@@ -190,6 +192,52 @@ def test_bins_hold_every_budget_once():
 def test_standard_error_by_hand():
     assert standard_error(np.array([1.0, 2.0, 3.0])) == pytest.approx(1 / np.sqrt(3))
     assert standard_error(np.array([1.0])) == 0
+    # two tasks, each met twice with the same outcome: as if each had been met once
+    twice = np.array([1.0, 3.0, 1.0, 3.0])
+    assert standard_error(twice, np.array([0, 1, 0, 1])) == pytest.approx(standard_error(twice[:2]))
+    assert standard_error(twice, np.arange(4)) == pytest.approx(standard_error(twice))
+    # two groups of opposite outcomes: their means are equal, and so certain
+    assert standard_error(twice, np.array([0, 0, 1, 1])) == pytest.approx(0)
+    both = standard_error(np.stack([twice, 2 * twice], 1), np.array([0, 1, 0, 1]))
+    np.testing.assert_allclose(both, [1.0, 2.0])
+
+
+def test_every_task_under_small_and_large_budgets():
+    """Nine budgets a task put each of them once into the first bin and twice into every other."""
+    room = SafeDarkRoom(size=3, obstacles=2, max_steps=4, episodes=3)
+    agent = scripted([DOWN, RIGHT, UP, UP], [RIGHT, UP, LEFT, LEFT], [LEFT, DOWN, RIGHT, RIGHT])
+    some = {"tasks": 20, "seed": 4, "budgets": (0.0, 9.0)}
+    once, often = evaluate(room, agent, **some), evaluate(room, agent, budgets_per_task=9, rows=16, **some)
+    bins = [often.task[rows] for rows in budget_bins(often).values()]
+    counts = np.array([np.bincount(tasks, minlength=20) for tasks in bins])
+    expected = np.array([1, 2, 2, 2, 2])[:, None]
+    assert np.abs(counts - expected).max() <= 1  # a budget at an edge belongs to the bin above
+    assert (counts == expected).mean() > 0.9
+    np.testing.assert_array_equal(np.sort(often.budgets), often.budgets)
+    assert len(np.unique(often.budgets)) == 100
+    # the tasks are those of an evaluation with one budget each, and the script does not look at budgets
+    for name in ("returns", "costs"):
+        np.testing.assert_array_equal(getattr(often, name), np.tile(getattr(once, name), (9, 1)))
+        assert len(np.unique(getattr(once, name).sum(axis=1))) > 1  # and they differ
+    summary = summarise(often)
+    assert (summary.tasks, summary.budgets_per_task) == (20, 9)
+    assert summary.total_return_error == pytest.approx(summarise(once).total_return_error)
+    assert summarise(once).budgets_per_task == 1
+    with pytest.raises(UserError, match="differ in their trials, 20 tasks"):
+        relative(once, upper=often, lower=once)
+    other = evaluate(room, agent, **{**some, "tasks": 180})
+    with pytest.raises(UserError, match="differ in their budgets per task, 9 and 1"):
+        relative(often, upper=often, lower=other)
+
+
+def test_budgets_per_task_survive_a_file(tmp_path):
+    meta = {"label": "x", "budgets_per_task": 2}
+    arrays, card = save_results(results(meta=meta), tmp_path / "a")
+    assert load_results(arrays).task.tolist() == [0, 1, 0, 1]
+    for damaged in ("0", "3", '"x"', "null"):
+        card.write_text(f'{{"meta": {{"budgets_per_task": {damaged}}}}}')
+        with pytest.raises(UserError, match=r"a\.npz is no results file"):
+            load_results(arrays)
 
 
 @pytest.mark.parametrize("name", ["a", "a.npz", "a.json", "v1.5"])

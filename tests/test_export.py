@@ -166,6 +166,43 @@ def test_an_evaluation_takes_the_place_of_trainings(run, tmp_path, capsys):
     assert not list(tmp_path.glob("x*"))
 
 
+def test_the_mean_of_policies(run, tmp_path, capsys):
+    out = tmp_path / "mean"
+    parts = [str(run / f"best-seed{seed}") for seed in (3, 10, 11)]
+    assert main(["export", parts[0], "--average", *parts[1:], "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert all(f"{part}.safetensors" in said for part in parts)
+    mean = np.mean([np.asarray(agent(seed).table) for seed in (3, 10, 11)], axis=0)
+    found = load_policy(out)
+    np.testing.assert_allclose(found.agent.table, mean, rtol=1e-6)
+    assert "evaluation" not in found.card  # which was of one of them
+    assert found.card["training"]["seed"] == 3
+    assert [(part["from"], part["training"]["seed"]) for part in found.card["averaged_with"]] == [
+        (f"{parts[1]}.safetensors", 10),
+        (f"{parts[2]}.safetensors", 11),
+    ]
+    # its own evaluation fits it, that of a part does not
+    for name, policy in (("whole", str(out)), ("part", parts[0])):
+        assert main(["evaluate", policy, "--tasks", "4", "--out", str(tmp_path / name)]) == 0
+    capsys.readouterr()
+    export_policy(out, tmp_path / "again", evaluation=tmp_path / "whole")
+    other = ["--out", str(tmp_path / "x"), "--evaluation", str(tmp_path / "part")]
+    assert "the evaluation of another policy" in refused(capsys, "export", str(out), *other)
+    for one, two, words in (
+        (str(out), parts[0], "is an average already"),
+        (parts[0], str(out), "has another averaged_with than"),
+        (parts[0], str(tmp_path / "none"), "no policy and no run folder"),
+    ):
+        line = refused(capsys, "export", one, "--average", two, "--out", str(tmp_path / "x"))
+        assert words in line
+    changed = card(5, 1.0, 0.0)
+    changed["env"]["parameters"]["alpha"] = 0.25
+    checkpoint.save_policy(tmp_path / "other.safetensors", agent(5), changed)
+    line = refused(capsys, "export", parts[0], "--average", str(tmp_path / "other"), "--out", str(tmp_path / "x"))
+    assert "other.safetensors has another env than the policy it is to be averaged with" in line
+    assert not list(tmp_path.glob("x*"))
+
+
 def refused(capsys, *args: str) -> str:
     """The one line a mistake gets."""
     assert main(list(args)) == 2

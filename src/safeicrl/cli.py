@@ -235,9 +235,10 @@ class Evaluate:
     agent: Literal["random", "explorer", "planner"] | None = None  # a reference line instead of a policy
     env: str | None = None  # environment of a reference line: safe-dark-room by default
     env_args: tuple[str, ...] = ()  # its parameters, e.g. size=5 obstacles=6
-    tasks: int = 1000  # unseen ones, a trial each
+    tasks: int = 1000  # unseen ones
     budgets: tuple[float, float] | None = None  # range; the environment's test range by default
     budget_count: int = 100  # distinct budgets, uniform in the range
+    budgets_per_task: int = 1  # trials of each task, small budgets to large; with 9 the table's bins share tasks
     episodes: int | None = None  # in a trial; K of the environment by default
     temperature: float | None = None  # of sampled actions; what the policy's card says by default
     greedy: bool = False  # the most probable action instead of a sampled one
@@ -261,8 +262,9 @@ def evaluate(args: list[str]) -> None:
         make_folder(asked.out.parent)
     for name, who in contenders.items():
         result = who.evaluate(
-            tasks=asked.tasks, budgets=asked.budgets, budget_count=asked.budget_count, episodes=asked.episodes,
-            seed=asked.seed, rows=asked.rows, label=asked.label or who.label,
+            tasks=asked.tasks, budgets=asked.budgets, budget_count=asked.budget_count,
+            budgets_per_task=asked.budgets_per_task, episodes=asked.episodes, seed=asked.seed, rows=asked.rows,
+            label=asked.label or who.label,
         )  # fmt: skip
         results[name], meta = result, result.meta
         print(f"{name}: actions {meta['actions']}, context {meta['context']}, {meta['seconds']:.1f} s")
@@ -311,6 +313,7 @@ class Export:
     policy: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="POLICY")] = None
     out: Path | None = None  # file to write: OUT.safetensors, and its card OUT.json
     seed: int | None = None  # of a run; by default the one whose evaluation, as its card says, is the best
+    average: tuple[str, ...] = ()  # policies or runs it went on from: the mean of their weights and its own instead
     name: str | None = None  # what tables and figures call it
     description: str | None = None  # what it is, for the card
     temperature: float | None = None  # of its actions; what its card says by default
@@ -331,12 +334,14 @@ def export(args: list[str]) -> None:
     if asked.policy is None or asked.out is None:
         raise UserError("export needs a policy (name, path or run folder) and a file, as in export RUN --out FILE")
     path = export_policy(
-        asked.policy, asked.out, seed=asked.seed, name=asked.name, description=asked.description,
-        temperature=asked.temperature, env_args=parse_parameters(asked.env_args, "--env-args"),
-        limits=asked.limit, evaluation=asked.evaluation, overwrite=asked.overwrite,
+        asked.policy, asked.out, seed=asked.seed, average=asked.average, name=asked.name,
+        description=asked.description, temperature=asked.temperature,
+        env_args=parse_parameters(asked.env_args, "--env-args"), limits=asked.limit,
+        evaluation=asked.evaluation, overwrite=asked.overwrite,
     )  # fmt: skip
     card = load_policy(path).card
-    print(f"wrote {path} and {path.with_suffix('.json')}: {card['exported']['from']}, actions {card['actions']}")
+    parts = [card["exported"]["from"], *(part["from"] for part in card.get("averaged_with", []))]
+    print(f"wrote {path} and {path.with_suffix('.json')}: {', '.join(parts)}, actions {card['actions']}")
     evaluated = card.get("evaluation", {}).get("actions", card["actions"])
     if evaluated != card["actions"]:
         print(f"but its card's evaluation is of actions {evaluated}: --temperature or --evaluation make them agree")

@@ -28,6 +28,7 @@ def evaluate(
     tasks: int = 1000,
     budgets: tuple[float, float] | None = None,
     budget_count: int = 100,
+    budgets_per_task: int = 1,
     episodes: int | None = None,
     seed: int = 0,
     split: Split = "test",
@@ -36,15 +37,18 @@ def evaluate(
     label: str = "agent",
     meta: dict[str, Any] | None = None,
 ) -> Results:
-    """Run one trial on each of `tasks` unseen tasks.
+    """Run a trial on each of `tasks` unseen tasks.
 
     Their budgets are `budget_count` distinct ones, uniform in the range `budgets` (the environment's test range
-    by default) and used equally often. `episodes` is the environment's K by default. Tasks and budgets depend
-    on `seed` alone, so two agents meet the same rooms. At most `rows` trials run at a time (by default 256, on a
-    CPU 32), which bounds the memory; all chunks share one compilation, and a chunk ends with its longest trial.
-    `segments` is `run_trials`', for agents whose memory grows.
+    by default) and used equally often. With more `budgets_per_task` each task is met in as many trials, one in
+    each of as many equal parts of that range, so that small and large budgets are compared on the same tasks:
+    where tasks differ much, they hide what a budget is worth. `episodes` is the environment's K by default.
+    Tasks and budgets depend on `seed` alone, so two agents meet the same rooms. At most `rows` trials run at a
+    time (by default 256, on a CPU 32), which bounds the memory; all chunks share one compilation, and a chunk
+    ends with its longest trial. `segments` is `run_trials`', for agents whose memory grows.
     """
     check_integer("tasks", tasks, 1)
+    trials = tasks * check_integer("budgets_per_task", budgets_per_task, 1)
     default = 32 if jax.default_backend() == "cpu" else 256
     rows = check_integer("rows", default if rows is None else rows, 1)
     check_seed(seed)
@@ -55,20 +59,20 @@ def evaluate(
 
     task_key, run_key = jax.random.split(jax.random.key(seed))
     sampled = _sample(env, check_split(split), jax.random.split(task_key, tasks))
-    budget = grid[np.arange(tasks) * len(grid) // tasks]  # [task]: every budget equally often
-    rows = min(rows, tasks)
+    budget = grid[np.arange(trials) * len(grid) // trials]  # [trial]: every budget equally often
+    rows = min(rows, trials)
     segments = segments if _grows(agent, sampled, episodes * env.spec.max_steps) else 1
     parts = []
-    for chunk, first in enumerate(range(0, tasks, rows)):
+    for chunk, first in enumerate(range(0, trials, rows)):
         # the last chunk is filled up from the start, so that every chunk has one shape
-        index = np.arange(first, first + rows) % tasks
-        queue = jax.tree.map(lambda x, i=index: x[i][:, None], sampled)  # [row, 1, ...]
+        index = np.arange(first, first + rows) % trials
+        queue = jax.tree.map(lambda x, i=index % tasks: x[i][:, None], sampled)  # [row, 1, ...]
         key = jax.random.fold_in(run_key, chunk)
         played = _play(
             env, agent, queue, jnp.asarray(budget[index][:, None]), key, episodes=episodes, segments=segments
         )
         parts.append(jax.tree.map(np.asarray, played))
-    whole = jax.tree.map(lambda *x: np.concatenate(x)[:tasks], *parts)
+    whole = jax.tree.map(lambda *x: np.concatenate(x)[:trials], *parts)
     provenance = {
         "label": label,
         "env": describe_env(env),
@@ -76,6 +80,7 @@ def evaluate(
         "split": split,
         "seed": seed,
         "budget_range": [low, high],
+        "budgets_per_task": budgets_per_task,
         **(meta or {}),
         **surroundings(),
         "seconds": time.perf_counter() - begin,

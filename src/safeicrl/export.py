@@ -5,6 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
+import jax
+import numpy as np
+
 from safeicrl import checkpoint
 from safeicrl.config import env_from_plain
 from safeicrl.envs.api import Env
@@ -21,6 +25,7 @@ from safeicrl.policy import (
 )
 from safeicrl.results import Summary, load_results, summarise
 from safeicrl.train import rank
+from safeicrl.trial import Agent
 
 
 def export_policy(
@@ -28,6 +33,7 @@ def export_policy(
     out: str | Path,
     *,
     seed: int | None = None,
+    average: Sequence[str | Path] = (),
     name: str | None = None,
     description: str | None = None,
     temperature: float | None = None,
@@ -38,13 +44,16 @@ def export_policy(
 ) -> Path:
     """Write a policy, unchanged, and its card with what is given here; returns the file's path.
 
-    Of a run's folder, the best policy of `seed`, by default of `best_seed`. `evaluation` is a results file of this
-    policy, acting as it will by its card, that takes the place of the evaluation in training. `env_args` are
-    parameters of the environment it is for, where they differ from those it was trained in.
+    Of a run's folder, the best policy of `seed`, by default of `best_seed`. With policies to `average` it is not
+    that policy but one whose weights are the mean of all of theirs, see `_average`. `evaluation` is a results file
+    of this policy, acting as it will by its card, that takes the place of the evaluation in training. `env_args`
+    are parameters of the environment it is for, where they differ from those it was trained in.
     """
     target, source = _target(Path(out), overwrite), _source(name_or_path, seed)
     card = checkpoint.read_card(source)
     own, agent = load_agent(source, card)
+    if average:
+        agent, card = _average(agent, card, [_source(other, None) for other in average])
     env = changed_env(card, env_args or {})
     if env != own:
         _move(card, own, env)
@@ -66,6 +75,31 @@ def export_policy(
     card["exported"] = {"from": origin, **{key: where[key] for key in ("command", "date", "safeicrl")}}
     checkpoint.save_policy(target, agent, card)
     return target
+
+
+def _average(agent: Agent, card: dict[str, Any], others: Sequence[Path]) -> tuple[Agent, dict[str, Any]]:
+    """The agent whose weights are the mean of this one's and the others', and its card.
+
+    For policies that one went on from the other, or several from one: between them the return is about as high as
+    at both ends, and what each learned about safety is mixed. Of unrelated runs the mean is good for nothing.
+    """
+    if "averaged_with" in card:
+        raise UserError("the policy is an average already: give all of its parts at once")
+    agents, averaged = [agent], []
+    for path in others:
+        theirs = checkpoint.read_card(path)
+        for what in ("kind", "env", "net", "hidden", "averaged_with"):
+            if theirs.get(what) != card.get(what):
+                raise UserError(f"{path} has another {what} than the policy it is to be averaged with")
+        agents.append(load_agent(path, theirs)[1])
+        averaged.append({"from": str(path), "training": theirs.get("training", {})})
+
+    def mean(*arrays: jax.Array) -> jax.Array:
+        return jax.numpy.asarray(np.mean([np.asarray(x, np.float64) for x in arrays], axis=0), arrays[0].dtype)
+
+    weights = jax.tree.map(mean, *(eqx.filter(each, eqx.is_inexact_array) for each in agents))
+    card = {key: value for key, value in card.items() if key != "evaluation"}  # which is of this one alone
+    return eqx.combine(weights, agent), {**card, "averaged_with": averaged}
 
 
 def _move(card: dict[str, Any], own: Env, env: Env) -> None:
@@ -158,4 +192,5 @@ def _evaluation(path: Path, env: Env, card: dict[str, Any], how: dict[str, Any])
 
 def _training(card: dict[str, Any]) -> dict[str, Any]:
     """What tells policies apart: how, when and for how long each was trained, wherever its folder lay."""
-    return {key: value for key, value in card.get("training", {}).items() if key != "command"}
+    trained = {key: value for key, value in card.get("training", {}).items() if key != "command"}
+    return {**trained, "averaged_with": [_training(other) for other in card.get("averaged_with", [])]}

@@ -41,9 +41,9 @@ def by_episode(groups: Groups) -> Figure:
     for axis, name, title in zip(axes, ("returns", "costs"), ("episode return", "episode cost"), strict=True):
         lines = []
         for label, colour, style, seeds in _styled(groups):
-            curves = [getattr(result, name) for result in seeds]  # [seed][task, episode]
-            x = np.arange(1, curves[0].shape[1] + 1)
-            mean, error = _band([(c.mean(axis=0), standard_error(c)) for c in curves])
+            curves = [(getattr(result, name), result.task) for result in seeds]  # [seed][trial, episode]
+            x = np.arange(1, seeds[0].returns.shape[1] + 1)
+            mean, error = _band([(c.mean(axis=0), standard_error(c, task)) for c, task in curves])
             lines.append((label, colour, _draw(axis, x, mean, error, colour, style)))
         axis.set(title=title, xlabel="episode", xlim=(1, None))
         _set_base(axis)
@@ -86,9 +86,10 @@ def over_budget(groups: Groups, bins: int = 12) -> Figure:
     figure, axes = _figure(1, 2, (8.4, 3.2))
     by_index, by_delta = [], []
     for label, colour, style, seeds in _styled(groups):
-        shares = [result.over.astype(float) for result in seeds]  # [seed][task, episode]
+        shares = [result.over.astype(float) for result in seeds]  # [seed][trial, episode]
         x = np.arange(1, shares[0].shape[1] + 1)
-        mean, error = _band([(s.mean(axis=0), standard_error(s)) for s in shares])
+        errors = [standard_error(s, result.task) for result, s in zip(seeds, shares, strict=True)]
+        mean, error = _band([(s.mean(axis=0), e) for s, e in zip(shares, errors, strict=True)])
         by_index.append((label, colour, _draw(axes[0], x, mean, error, colour, style)))
         binned = [_binned(result, s.mean(axis=1), bins) for result, s in zip(seeds, shares, strict=True)]
         mean, error = _band(binned)
@@ -209,12 +210,12 @@ def _centres(result: Results, bins: int) -> np.ndarray:
 
 
 def _binned(result: Results, values: np.ndarray, bins: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard error of a value per task, by budget; nan where no budget falls."""
+    """Mean and standard error of a value per trial, by budget; nan where no budget falls."""
     edges = _edges(result, bins)
     index = np.clip(np.searchsorted(edges, result.budgets, side="right") - 1, 0, len(edges) - 2)
-    parts = [values[index == i] for i in range(len(edges) - 1)]
-    mean = np.array([part.mean() if len(part) else np.nan for part in parts])
-    return mean, np.array([standard_error(part) if len(part) else np.nan for part in parts])
+    parts = [(values[index == i], result.task[index == i]) for i in range(len(edges) - 1)]
+    mean = np.array([part.mean() if len(part) else np.nan for part, _ in parts])
+    return mean, np.array([standard_error(part, task) if len(part) else np.nan for part, task in parts])
 
 
 def _label_lines(axis: Axes, lines: list[tuple[str, str, np.ndarray]]) -> None:

@@ -78,7 +78,8 @@ def _table(title: str) -> Table:
 
 
 def _protocol(summary: Summary) -> str:
-    return f"{summary.tasks} unseen tasks, {summary.episodes} episodes each"
+    trials = f" at {summary.budgets_per_task} budgets each" if summary.budgets_per_task > 1 else ""
+    return f"{summary.tasks} unseen tasks{trials}, {summary.episodes} episodes each"
 
 
 def _number(value: float) -> str:

@@ -19,12 +19,12 @@ NUMBERS = ("none", "episode", "two", "three", "four", "five", "six", "seven", "e
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """One agent on many tasks, one trial each: row i is task i under budget i."""
+    """One agent in many trials, each of one task under one budget."""
 
-    returns: np.ndarray  # [task, episode] undiscounted
-    costs: np.ndarray  # [task, episode]
-    lengths: np.ndarray  # [task, episode] steps
-    budgets: np.ndarray  # [task] δ
+    returns: np.ndarray  # [trial, episode] undiscounted
+    costs: np.ndarray  # [trial, episode]
+    lengths: np.ndarray  # [trial, episode] steps
+    budgets: np.ndarray  # [trial] δ
     meta: dict[str, Any]  # label, env, agent, action selection, seed, version, device, wall time, command
 
     @property
@@ -33,8 +33,19 @@ class Results:
         return str(self.meta.get("label", "agent"))
 
     @property
+    def budgets_per_task(self) -> int:
+        """In how many of the trials one meets a task, each time under another budget."""
+        return int(self.meta.get("budgets_per_task", 1))
+
+    @property
+    def task(self) -> np.ndarray:
+        """[trial] which task it is of. All tasks under a first budget, then all under a second, ..."""
+        trials = len(self.budgets)
+        return np.arange(trials) % (trials // self.budgets_per_task)
+
+    @property
     def over(self) -> np.ndarray:
-        """[task, episode] bool: the episode cost more than its budget."""
+        """[trial, episode] bool: the episode cost more than its budget."""
         # the slack is for real-valued costs summed in float32
         return self.costs > self.budgets[:, None] * (1 + 1e-6) + 1e-6
 
@@ -49,7 +60,7 @@ class Results:
 class Summary:
     """The numbers one reads first."""
 
-    total_return: float  # summed over the trial's episodes, mean over tasks
+    total_return: float  # summed over the trial's episodes, mean over trials
     total_return_error: float  # standard error over tasks
     last_return: float  # mean return of the `last` episodes
     over_budget: float  # share of all episodes
@@ -61,6 +72,7 @@ class Summary:
     tasks: int
     last: int = 10  # how many episodes "last" are: ten, fewer in a short trial
     trials_over: float = float("nan")  # share of trials with any episode over budget
+    budgets_per_task: int = 1  # trials of each task
 
     @property
     def last_name(self) -> str:
@@ -74,7 +86,7 @@ def summarise(results: Results, last: int | None = None) -> Summary:
     `last` is ten by default, and a third of a trial of fewer than thirty episodes.
     """
     totals = results.returns.sum(axis=1)
-    tasks, episodes = results.returns.shape
+    trials, episodes = results.returns.shape
     last = last or min(10, max(episodes // 3, 1))
     by_budget, over_by_budget = {}, {}
     for name, rows in budget_bins(results).items():
@@ -82,7 +94,7 @@ def summarise(results: Results, last: int | None = None) -> Summary:
         over_by_budget[name] = float(results.over[rows].mean()) if rows.any() else float("nan")
     return Summary(
         total_return=float(totals.mean()),
-        total_return_error=float(standard_error(totals)),
+        total_return_error=float(standard_error(totals, results.task)),
         last_return=float(results.returns[:, -last:].mean()),
         over_budget=float(results.over.mean()),
         over_budget_last=float(results.over[:, -last:].mean()),
@@ -90,9 +102,10 @@ def summarise(results: Results, last: int | None = None) -> Summary:
         by_budget=by_budget,
         over_by_budget=over_by_budget,
         episodes=episodes,
-        tasks=tasks,
+        tasks=trials // results.budgets_per_task,
         last=last,
         trials_over=float(results.over.any(axis=1).mean()),
+        budgets_per_task=results.budgets_per_task,
     )
 
 
@@ -116,12 +129,13 @@ def relative(results: Results, *, upper: Results, lower: Results, last: int = 5)
         raise UserError(f"last must be at least 1 episode, got {last}")
     for line in (upper, lower):
         _check_comparable(results, line)
-    mine, above, below = (r.returns[:, -last:].mean(axis=1) for r in (results, upper, lower))  # [task]
+    mine, above, below = (r.returns[:, -last:].mean(axis=1) for r in (results, upper, lower))  # [trial]
     gained, range_ = mine - below, above - below
     if not range_.mean() > 0:
         raise UserError(f"the upper line, {upper.label!r}, is not above the lower one, {lower.label!r}: no scale")
     score = gained.mean() / range_.mean()
-    error = standard_error(gained - score * range_) / range_.mean()  # of a ratio of means, to first order
+    # of a ratio of means, to first order
+    error = standard_error(gained - score * range_, results.task) / range_.mean()
     return Relative(
         score=float(score),
         error=float(error),
@@ -144,6 +158,7 @@ def _check_comparable(one: Results, other: Results) -> None:
         "split": lambda r: r.meta.get("split"),
         "seed": lambda r: r.meta.get("seed"),
         "trials": lambda r: "{} tasks of {} episodes".format(*r.returns.shape),
+        "budgets per task": lambda r: r.budgets_per_task,
         "budget range": lambda r: r.budget_range,
     }
     for name, of in facts.items():
@@ -165,7 +180,7 @@ def budget_edges(low: float, high: float) -> np.ndarray:
 
 
 def budget_bins(results: Results) -> dict[str, np.ndarray]:
-    """Bin name → which tasks it holds, [task] bool. Lower edges belong to their bin, the last edge too."""
+    """Bin name → which trials it holds, [trial] bool. Lower edges belong to their bin, the last edge too."""
     edges = budget_edges(*results.budget_range)
     if edges[0] == edges[-1]:
         return {f"{edges[0]:g}": np.ones(len(results.budgets), bool)}
@@ -174,10 +189,19 @@ def budget_bins(results: Results) -> dict[str, np.ndarray]:
     return {name: index == i for i, name in enumerate(names)}
 
 
-def standard_error(values: np.ndarray, axis: int = 0) -> np.ndarray:
-    """Standard error of the mean along `axis`; zero for a single value."""
-    count = values.shape[axis]
-    return values.std(axis=axis, ddof=1 if count > 1 else 0) / np.sqrt(count)
+def standard_error(values: np.ndarray, groups: np.ndarray | None = None) -> np.ndarray:
+    """Standard error of the mean along the first axis; zero for a single value.
+
+    Values of one of the `groups`, [value], may resemble each other, as trials of one task do: a group counts once.
+    """
+    off = values - values.mean(axis=0)
+    if groups is not None:
+        names, index = np.unique(groups, return_inverse=True)
+        sums = np.zeros((len(names), *values.shape[1:]))
+        np.add.at(sums, index, off)
+        off = sums
+    count = len(off)
+    return np.sqrt((off**2).sum(axis=0) * count / max(count - 1, 1)) / len(values)
 
 
 def save_results(results: Results, path: str | Path) -> tuple[Path, Path]:
@@ -208,9 +232,10 @@ def load_results(path: str | Path) -> Results:
             values = {name: file[name] for name in ARRAYS}
         shape = values["returns"].shape
         right = values["costs"].shape == values["lengths"].shape == shape == (len(values["budgets"]), shape[1])
-        if not right:
+        results = Results(meta=saved["meta"], **values)
+        if not right or results.budgets_per_task < 1 or shape[0] % results.budgets_per_task:
             raise ValueError("its arrays do not fit together")
-        return Results(meta=saved["meta"], **values)
+        return results
     except (OSError, ValueError, KeyError, IndexError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"{arrays} is no results file: {str(error).partition(chr(10))[0]}") from None
 
