@@ -368,10 +368,49 @@ def _ant_short(env: Any) -> Experiment:
     return dataclasses.replace(first, algo=dataclasses.replace(first.algo, iterations=400, ppo=ppo))
 
 
-def _ant(env: Any) -> Experiment:
+def _ant_second(env: Any) -> Experiment:
     """The track's, in fewer iterations."""
     first = _track(env)
     return dataclasses.replace(first, algo=dataclasses.replace(first.algo, iterations=200))
+
+
+def _ant_third(env: Any) -> Experiment:
+    """A horizon of several episodes, in which what the first ones find out pays, and a larger λ."""
+    before = _ant_second(env)
+    algo = dataclasses.replace(
+        before.algo,
+        iterations=120,
+        penalty=dataclasses.replace(before.algo.penalty, initial=36.0, final_step=1.0, tolerance=0.01, cap=100.0),
+        ppo=dataclasses.replace(before.algo.ppo, discount=0.997, trace=0.97, learning_rate=(3e-4, 3e-5), warmup=5),
+    )
+    return Experiment(env=env, algo=algo, train=_world_training(0))
+
+
+def _ant_priced(*, iterations: int, multiplier: float, price: float) -> Callable[[Any], Experiment]:
+    """Cost within the budget has a price: free, it is spent, the more the better the limit is known."""
+
+    def make(env: Any) -> Experiment:
+        before = _ant_third(env)
+        algo = dataclasses.replace(
+            before.algo,
+            iterations=iterations,
+            penalty=dataclasses.replace(before.algo.penalty, initial=multiplier, price=price),
+            ppo=dataclasses.replace(before.algo.ppo, warmup=3),
+        )
+        return dataclasses.replace(before, algo=algo)
+
+    return make
+
+
+def _ant(env: Any) -> Experiment:
+    """A lower price than the one before, which left most of a large budget unused. The mean of both ships."""
+    before = _ant_priced(iterations=122, multiplier=70.0, price=12.0)(env)
+    algo = dataclasses.replace(
+        before.algo,
+        penalty=dataclasses.replace(before.algo.penalty, step=0.0, final_step=0.5),
+        ppo=dataclasses.replace(before.algo.ppo, learning_rate=(3e-4, 2e-5)),
+    )
+    return dataclasses.replace(before, algo=algo)
 
 
 def _ant_line(env: Any) -> Experiment:
@@ -412,6 +451,15 @@ class World:
 # Car is pretrained in the plane, since 16 cores make 8,000 steps a second of 64 real ones, and Ant by Euler steps,
 # 1.8 times as fast as its own (docs/mujoco.md).
 _ARENA = {"-short": _arena_short, "-second": _arena_second, "-third": _arena_third}
+_ANT = {
+    "-short": _ant_short,
+    "-second": _ant_second,
+    "-third": _ant_third,
+    "-fourth": _ant_priced(iterations=100, multiplier=48.0, price=1.5),
+    "-fifth": _ant_priced(iterations=90, multiplier=58.0, price=3.0),
+    "-sixth": _ant_priced(iterations=115, multiplier=64.0, price=20.0),
+    "": _ant,
+}
 WORLDS: dict[str, World] = {
     "point": World(
         "safe-dark-point", (), "one GPU, which also moves the robot", {**_ARENA, "": _point}, _arena_line
@@ -420,9 +468,7 @@ WORLDS: dict[str, World] = {
     "half-cheetah": World(
         "safe-velocity-half-cheetah", (), "one GPU and its cores", {"-short": _track_short, "": _track}, _track_line
     ),
-    "ant": World(
-        "safe-velocity-ant", ("engine=euler",), "one GPU and its cores", {"-short": _ant_short, "": _ant}, _ant_line
-    ),
+    "ant": World("safe-velocity-ant", ("engine=euler",), "one GPU and its cores", _ANT, _ant_line),
 }
 
 
