@@ -1,5 +1,6 @@
 """The evaluation protocol on agents whose numbers are known, and results on disk."""
 
+import dataclasses
 import json
 import re
 
@@ -8,18 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.errors import UserError
 from safeicrl.evaluate import budget_grid, evaluate, with_options
 from safeicrl.reference import RandomAgent
+from safeicrl.report import summary_table
 from safeicrl.results import (
+    ARRAYS,
     Results,
     budget_bins,
     budget_edges,
     load_results,
     relative,
     results_equal,
+    rises,
     save_results,
     standard_error,
     summarise,
@@ -228,6 +233,32 @@ def test_every_task_under_small_and_large_budgets():
     other = evaluate(room, agent, **{**some, "tasks": 180})
     with pytest.raises(UserError, match="differ in their budgets per task, 9 and 1"):
         relative(often, upper=often, lower=other)
+
+
+def test_what_a_budget_is_worth_is_a_matter_of_the_same_tasks():
+    """One task returns 1 and one 100, each more under a larger budget; in the last bin there is the first only."""
+    totals = np.array([1.0, 100.0, 3.0, 106.0, 4.0])
+    found = Results(
+        returns=np.repeat(totals[:, None] / 2, 2, axis=1), costs=np.zeros((5, 2)), lengths=np.ones((5, 2)),
+        budgets=np.array([1.0, 1.5, 2.5, 3.5, 9.0]), meta={"budget_range": [1, 10]},
+    )  # fmt: skip
+    assert rises(found) == {}  # five tasks
+    six = dataclasses.replace(
+        found, meta={**found.meta, "budgets_per_task": 3},
+        **{name: np.concatenate([getattr(found, name), getattr(found, name)[-1:]]) for name in ARRAYS},
+    )  # fmt: skip
+    six.returns[-1], six.budgets[-1] = 54.0, 2.0
+    # the second task is in the second bin twice, with 106 and 108
+    assert rises(six) == {"2–4": [pytest.approx((2 + 7) / 2), pytest.approx(2.5)]}
+    assert "(+4.5 ± 2.5)" in _printed(summary_table([six]))
+    assert "±" not in _printed(summary_table([found])).split("trials ever over")[1]
+
+
+def _printed(table) -> str:
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
 
 
 def test_budgets_per_task_survive_a_file(tmp_path):

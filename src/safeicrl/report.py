@@ -28,7 +28,7 @@ def summary_table(results: Sequence[Results], title: str | None = None) -> Table
     row("trials ever over", lambda s: f"{s.trials_over:.2%}")
     if all(summary.by_budget.keys() == first.by_budget.keys() for summary in summaries):
         for name in first.by_budget:
-            row(f"total, δ {name}", lambda s, name=name: _number(s.by_budget[name]))
+            row(f"total, δ {name}", lambda s, name=name: _number(s.by_budget[name]) + _rise(s, name))
     return table
 
 
@@ -80,6 +80,12 @@ def _table(title: str) -> Table:
 def _protocol(summary: Summary) -> str:
     trials = f" at {summary.budgets_per_task} budgets each" if summary.budgets_per_task > 1 else ""
     return f"{summary.tasks} unseen tasks{trials}, {summary.episodes} episodes each"
+
+
+def _rise(summary: Summary, name: str) -> str:
+    """What the same tasks return more than in the bin before, where they were met in both."""
+    rise = summary.rise_by_budget.get(name)
+    return "" if rise is None else f" ({rise[0]:+.1f} ± {rise[1]:.1f})"
 
 
 def _number(value: float) -> str:

@@ -73,6 +73,7 @@ class Summary:
     last: int = 10  # how many episodes "last" are: ten, fewer in a short trial
     trials_over: float = float("nan")  # share of trials with any episode over budget
     budgets_per_task: int = 1  # trials of each task
+    rise_by_budget: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # see `rises`
 
     @property
     def last_name(self) -> str:
@@ -106,6 +107,7 @@ def summarise(results: Results, last: int | None = None) -> Summary:
         last=last,
         trials_over=float(results.over.any(axis=1).mean()),
         budgets_per_task=results.budgets_per_task,
+        rise_by_budget=rises(results),
     )
 
 
@@ -187,6 +189,25 @@ def budget_bins(results: Results) -> dict[str, np.ndarray]:
     index = np.clip(np.searchsorted(edges, results.budgets, side="right") - 1, 0, len(edges) - 2)
     names = [f"{a:.3g}–{b:.3g}" for a, b in itertools.pairwise(edges)]
     return {name: index == i for i, name in enumerate(names)}
+
+
+def rises(results: Results) -> dict[str, list[float]]:
+    """Bin name → how much more a task's total return is there than in the bin before: mean over tasks, and error.
+
+    Of the tasks met in both, so there is none where every task has one budget only.
+    """
+    totals, count = results.returns.sum(axis=1), int(results.task.max()) + 1
+    means: dict[str, np.ndarray] = {}  # [task], nan for a task that is not in the bin
+    for name, rows in budget_bins(results).items():
+        sums, trials = (np.bincount(results.task[rows], w, count) for w in (totals[rows], None))
+        means[name] = np.divide(sums, trials, out=np.full(count, np.nan), where=trials > 0)
+    found = {}
+    for before, name in itertools.pairwise(means):
+        more = means[name] - means[before]
+        more = more[np.isfinite(more)]
+        if len(more):
+            found[name] = [float(more.mean()), float(standard_error(more))]
+    return found
 
 
 def standard_error(values: np.ndarray, groups: np.ndarray | None = None) -> np.ndarray:
