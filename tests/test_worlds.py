@@ -26,7 +26,7 @@ from safeicrl.evaluate import evaluate
 from safeicrl.film import FRAMES, chosen_steps
 from safeicrl.optimisers.ddpg import Critics, Seen
 from safeicrl.reference import RandomAgent
-from safeicrl.results import Results, relative, save_results
+from safeicrl.results import Results, load_results, relative, save_results, summarise
 
 pytest.importorskip("mujoco")
 
@@ -195,6 +195,29 @@ def test_the_presets_are_what_the_shipped_policies_were_trained_with(world):
         saved = load_experiment(training / (ending[1:] or "whole"))
         assert preset(world + ending).algo == saved.algo
         assert preset(world + ending).env == saved.env
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_shipped_policies_met_the_bars(world):
+    """Those of docs/mujoco_scared.md, by the evaluations that are kept; the card is of the same one."""
+    folder = Path(__file__).parent.parent / "results" / _name(world)
+    found, upper, lower = (load_results(folder / name) for name in ("policy", "privileged", "memoryless"))
+    assert found.returns.shape[0] >= 200
+    assert len(np.unique(found.budgets)) == 100
+    assert relative(found, upper=upper, lower=lower).score > 0.7
+    assert found.over.mean() < 0.05
+    assert found.over[:, -5:].mean() < 0.03
+    assert found.costs[:, -5:].mean() < min(found.costs[:, 0].mean(), found.costs[:, :5].mean())
+    card = found.meta["card"]
+    shipped = load_policy(_name(world)).card
+    assert shipped["training"] == card["training"]
+    assert shipped["evaluation"]["summary"]["total_return"] == pytest.approx(summarise(found).total_return)
+    by_budget = folder / "by-budget"  # the same policy, small and large budgets on the same tasks
+    if by_budget.with_suffix(".npz").exists():
+        found = load_results(by_budget)
+        assert found.meta["card"]["training"] == card["training"]
+    totals = list(summarise(found).by_budget.values())
+    assert totals == sorted(totals)
 
 
 def _name(world: str) -> str:

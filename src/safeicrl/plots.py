@@ -53,7 +53,7 @@ def by_episode(groups: Groups) -> Figure:
 
 
 @mpl.rc_context(STYLE)
-def by_budget(groups: Groups, bins: int = 12) -> Figure:
+def by_budget(groups: Groups, bins: int | None = None) -> Figure:
     """Question (ii): total return and the largest episode cost against the budget."""
     figure, axes = _figure(1, 2, (8.4, 3.2))
     measures = (
@@ -63,8 +63,8 @@ def by_budget(groups: Groups, bins: int = 12) -> Figure:
     for axis, (title, measure) in zip(axes, measures, strict=True):
         lines = []
         for label, colour, style, seeds in _styled(groups):
-            x = _centres(seeds[0], bins)
-            mean, error = _band([_binned(result, measure(result), bins) for result in seeds])
+            x = _centres(seeds[0], parts := bins or _bins(seeds))
+            mean, error = _band([_binned(result, measure(result), parts) for result in seeds])
             lines.append((label, colour, _draw(axis, x, mean, error, colour, style)))
         axis.set(title=title, xlabel="budget δ")
         if axis is axes[1]:
@@ -81,7 +81,7 @@ def by_budget(groups: Groups, bins: int = 12) -> Figure:
 
 
 @mpl.rc_context(STYLE)
-def over_budget(groups: Groups, bins: int = 12) -> Figure:
+def over_budget(groups: Groups, bins: int | None = None) -> Figure:
     """Share of episodes over their budget, against the episode index and against the budget."""
     figure, axes = _figure(1, 2, (8.4, 3.2))
     by_index, by_delta = [], []
@@ -91,9 +91,10 @@ def over_budget(groups: Groups, bins: int = 12) -> Figure:
         errors = [standard_error(s, result.task) for result, s in zip(seeds, shares, strict=True)]
         mean, error = _band([(s.mean(axis=0), e) for s, e in zip(shares, errors, strict=True)])
         by_index.append((label, colour, _draw(axes[0], x, mean, error, colour, style)))
-        binned = [_binned(result, s.mean(axis=1), bins) for result, s in zip(seeds, shares, strict=True)]
+        parts = bins or _bins(seeds)
+        binned = [_binned(result, s.mean(axis=1), parts) for result, s in zip(seeds, shares, strict=True)]
         mean, error = _band(binned)
-        by_delta.append((label, colour, _draw(axes[1], _centres(seeds[0], bins), mean, error, colour, style)))
+        by_delta.append((label, colour, _draw(axes[1], _centres(seeds[0], parts), mean, error, colour, style)))
     for axis, lines, label in ((axes[0], by_index, "episode"), (axes[1], by_delta, "budget δ")):
         axis.set(title="share of episodes over budget", xlabel=label)
         axis.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(xmax=1))
@@ -199,6 +200,12 @@ def _draw(axis: Axes, x: np.ndarray, mean: np.ndarray, error: np.ndarray, colour
     return np.asarray(axis.plot(x[seen], mean[seen], color=colour, linestyle=style)[0].get_xydata())
 
 
+def _bins(seeds: Sequence[Results]) -> int:
+    """Twelve; with several budgets a task as many as those, so that every bin is of the same tasks."""
+    often = seeds[0].budgets_per_task
+    return often if often > 1 else 12
+
+
 def _edges(result: Results, bins: int) -> np.ndarray:
     low, high = result.budget_range
     return np.linspace(low, high, bins + 1) if high > low else budget_edges(low - 0.5, low + 0.5)[[0, -1]]
@@ -210,12 +217,18 @@ def _centres(result: Results, bins: int) -> np.ndarray:
 
 
 def _binned(result: Results, values: np.ndarray, bins: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard error of a value per trial, by budget; nan where no budget falls."""
+    """Mean and standard error of a value per trial, by budget; nan where no budget falls.
+
+    Of tasks met under several budgets the error is that of comparing budgets: without what a task does at all.
+    """
     edges = _edges(result, bins)
     index = np.clip(np.searchsorted(edges, result.budgets, side="right") - 1, 0, len(edges) - 2)
-    parts = [(values[index == i], result.task[index == i]) for i in range(len(edges) - 1)]
-    mean = np.array([part.mean() if len(part) else np.nan for part, _ in parts])
-    return mean, np.array([standard_error(part, task) if len(part) else np.nan for part, task in parts])
+    own = np.bincount(result.task, values) / result.budgets_per_task  # [task]
+    off = values - own[result.task] if result.budgets_per_task > 1 else values
+    parts = [index == i for i in range(len(edges) - 1)]
+    mean = np.array([values[part].mean() if part.any() else np.nan for part in parts])
+    error = [standard_error(off[part], result.task[part]) if part.any() else np.nan for part in parts]
+    return mean, np.array(error)
 
 
 def _label_lines(axis: Axes, lines: list[tuple[str, str, np.ndarray]]) -> None:
@@ -247,7 +260,8 @@ def _corner(figure: Figure, groups: Groups) -> None:
     """What one must know to read or repeat the figure, small, below it."""
     parts = []
     for label, seeds in groups.items():
-        what = [f"{seeds[0].returns.shape[0]} tasks"]
+        often = seeds[0].budgets_per_task
+        what = [f"{len(seeds[0].returns) // often} tasks" + (f" at {often} budgets each" if often > 1 else "")]
         what += [f"{len(seeds)} seeds"] if len(seeds) > 1 else []
         what += [f"actions {actions}"] if (actions := seeds[0].meta.get("actions")) else []
         what += [engine] if (engine := seeds[0].meta.get("approximation")) else []

@@ -1,0 +1,87 @@
+"""What a long context does to a policy: its trials as they are, with the episode's index held, with a short window.
+
+python bench/long_context.py runs/ant --tasks 100 --seed 1000 --out results/safe-velocity-ant/long-context.json
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from safeicrl import checkpoint
+from safeicrl.envs.api import Key, PyTree, replace
+from safeicrl.evaluate import evaluate, surroundings, with_options
+from safeicrl.files import write_json
+from safeicrl.policy import find_policy, load_agent
+from safeicrl.results import Results
+from safeicrl.tokens import Token
+from safeicrl.trial import Agent
+
+
+class Held(eqx.Module):
+    """An agent that is told no episode's index beyond `at`."""
+
+    agent: Any
+    at: int = eqx.field(static=True)
+
+    def init(self, tasks: PyTree, rows: int) -> PyTree:
+        """The agent's own memory."""
+        return self.agent.init(tasks, rows)
+
+    def extend(self, memory: PyTree, steps: int) -> PyTree:
+        """The agent's own memory."""
+        return self.agent.extend(memory, steps)
+
+    def act(self, memory: PyTree, token: Token, key: Key) -> tuple[PyTree, jax.Array, PyTree]:
+        """As the agent acts in an earlier episode."""
+        return self.agent.act(memory, replace(token, episode=jnp.minimum(token.episode, self.at)), key)
+
+
+def figures(results: Results) -> dict[str, Any]:
+    """Return and cost by episode, and how often the budget is broken."""
+    by_episode = {name: getattr(results, name).mean(axis=0).round(3).tolist() for name in ("returns", "costs")}
+    return {**by_episode, "over": float(results.over.mean()), "over_last_five": float(results.over[:, -5:].mean())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("policy", help="path of a policy or a run's folder")
+    parser.add_argument("--episodes", type=int, default=8, help="at which the index is held, and of the window")
+    parser.add_argument("--tasks", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+
+    path = find_policy(args.policy)
+    card = checkpoint.read_card(path)
+    env, agent = load_agent(path, card)
+    window = args.episodes * env.spec.max_steps
+    _, short = load_agent(path, {**card, "net": {**card["net"], "context": window}})  # no weight depends on it
+    as_decided = {"temperature": card.get("temperature")}
+    agents: dict[str, Agent] = {
+        "as it is": with_options(env, agent, **as_decided)[0],
+        "greedy": with_options(env, agent, greedy=True)[0],
+        f"index held at {args.episodes}": Held(agent=with_options(env, agent, **as_decided)[0], at=args.episodes),
+        f"window of {args.episodes} episodes": with_options(env, short, **as_decided)[0],
+    }
+    found = {}
+    for name, each in agents.items():
+        results = evaluate(env, each, tasks=args.tasks, seed=args.seed)
+        found[name] = figures(results)
+        best = int(np.argmax(found[name]["returns"]))
+        Console().print(
+            f"{name}: return {found[name]['returns'][best]:.1f} in episode {best + 1}, "
+            f"{found[name]['returns'][-1]:.1f} in the last; cost {min(found[name]['costs']):.2f} at least, "
+            f"{found[name]['costs'][-1]:.2f} in the last"
+        )
+    if args.out is not None:
+        write_json(args.out, {"tasks": args.tasks, "seed": args.seed, "agents": found, "where": surroundings()})
+
+
+if __name__ == "__main__":
+    main()
