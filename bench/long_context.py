@@ -1,6 +1,6 @@
 """What a long context does to a policy: its trials as they are, with the episode's index held, with a short window.
 
-python bench/long_context.py runs/ant --tasks 100 --seed 1000 --out results/safe-velocity-ant/long-context.json
+python bench/long_context.py safe-velocity-ant --seed 1000 --out results/safe-velocity-ant/long-context.json
 """
 
 import argparse
@@ -15,7 +15,7 @@ from rich.console import Console
 
 from safeicrl import checkpoint
 from safeicrl.envs.api import Key, PyTree, replace
-from safeicrl.evaluate import evaluate, surroundings, with_options
+from safeicrl.evaluate import describe_env, evaluate, surroundings, with_options
 from safeicrl.files import write_json
 from safeicrl.policy import find_policy, load_agent
 from safeicrl.results import Results
@@ -50,8 +50,9 @@ def figures(results: Results) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("policy", help="path of a policy or a run's folder")
-    parser.add_argument("--episodes", type=int, default=8, help="at which the index is held, and of the window")
+    parser.add_argument("policy", help="a pretrained policy's name, a file, or a run's folder; of kind net")
+    parser.add_argument("--hold", type=int, default=8, help="the largest episode index the agent is told")
+    parser.add_argument("--window", type=int, default=8, help="episodes of the short window")
     parser.add_argument("--tasks", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
@@ -60,14 +61,14 @@ def main() -> None:
     path = find_policy(args.policy)
     card = checkpoint.read_card(path)
     env, agent = load_agent(path, card)
-    window = args.episodes * env.spec.max_steps
-    _, short = load_agent(path, {**card, "net": {**card["net"], "context": window}})  # no weight depends on it
-    as_decided = {"temperature": card.get("temperature")}
+    context = args.window * env.spec.max_steps
+    _, short = load_agent(path, {**card, "net": {**card["net"], "context": context}})  # no weight depends on it
+    usual, in_window = (with_options(env, x, temperature=card.get("temperature"))[0] for x in (agent, short))
     agents: dict[str, Agent] = {
-        "as it is": with_options(env, agent, **as_decided)[0],
+        "as it is": usual,
         "greedy": with_options(env, agent, greedy=True)[0],
-        f"index held at {args.episodes}": Held(agent=with_options(env, agent, **as_decided)[0], at=args.episodes),
-        f"window of {args.episodes} episodes": with_options(env, short, **as_decided)[0],
+        f"index held at {args.hold}": Held(agent=usual, at=args.hold),
+        f"window of {args.window} episodes": in_window,
     }
     found = {}
     for name, each in agents.items():
@@ -80,7 +81,8 @@ def main() -> None:
             f"{found[name]['costs'][-1]:.2f} in the last"
         )
     if args.out is not None:
-        write_json(args.out, {"tasks": args.tasks, "seed": args.seed, "agents": found, "where": surroundings()})
+        asked = {"policy": args.policy, "env": describe_env(env), "tasks": args.tasks, "seed": args.seed}
+        write_json(args.out, {**asked, "agents": found, **surroundings()})
 
 
 if __name__ == "__main__":

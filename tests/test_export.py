@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 
+import equinox as eqx
 import jax
 import numpy as np
 import pytest
@@ -11,9 +12,12 @@ from standin import ROOM, TableAgent
 
 from safeicrl import checkpoint, load_policy
 from safeicrl import policy as policies
+from safeicrl.agent import NetAgent
 from safeicrl.cli import main
 from safeicrl.evaluate import describe_env
 from safeicrl.export import best_seed, export_policy
+from safeicrl.nets.heads import PolicyNet
+from safeicrl.nets.transformer import NetConfig
 from safeicrl.results import Results, Summary, load_results, results_equal, save_results, summarise
 
 TOLERANCE = 0.03
@@ -166,40 +170,77 @@ def test_an_evaluation_takes_the_place_of_trainings(run, tmp_path, capsys):
     assert not list(tmp_path.glob("x*"))
 
 
-def test_the_mean_of_policies(run, tmp_path, capsys):
+def net_policy(path, seed: int, **changes) -> None:
+    """A released policy of the library's own kind, never trained."""
+    config = NetConfig(width=8, layers=1, heads=2, context=20)
+    own = NetAgent(net=PolicyNet(config, ROOM.spec, jax.random.key(seed)))
+    content = {**card(seed, 1.0, 0.0), "kind": "net", "net": dataclasses.asdict(config), **changes}
+    checkpoint.save_policy(path, own, content)
+
+
+def arrays(policy) -> list:
+    return jax.tree.leaves(eqx.filter(policy.agent, eqx.is_array))
+
+
+def test_the_mean_of_policies(tmp_path, capsys):
+    runs = [tmp_path / name for name in "abc"]
+    for number, folder in enumerate(runs):
+        for seed in (0, 1):
+            net_policy(folder / f"best-seed{seed}.safetensors", 10 * seed + number)
     out = tmp_path / "mean"
-    parts = [str(run / f"best-seed{seed}") for seed in (3, 10, 11)]
-    assert main(["export", parts[0], "--average", *parts[1:], "--out", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert all(f"{part}.safetensors" in said for part in parts)
-    mean = np.mean([np.asarray(agent(seed).table) for seed in (3, 10, 11)], axis=0)
+    others = [option for folder in runs[1:] for option in ("--average", str(folder))]
+    assert main(["export", str(runs[0] / "best-seed1"), *others, "--out", str(out)]) == 0
+    parts = [f"{folder / 'best-seed1'}.safetensors" for folder in runs]  # of the same seed
+    assert f": the mean of {', '.join(parts)}, actions" in capsys.readouterr().out
     found = load_policy(out)
-    np.testing.assert_allclose(found.agent.table, mean, rtol=1e-6)
-    assert "evaluation" not in found.card  # which was of one of them
-    assert found.card["training"]["seed"] == 3
-    assert [(part["from"], part["training"]["seed"]) for part in found.card["averaged_with"]] == [
-        (f"{parts[1]}.safetensors", 10),
-        (f"{parts[2]}.safetensors", 11),
-    ]
+    for mean, *single in zip(arrays(found), *(arrays(load_policy(part)) for part in parts), strict=True):
+        np.testing.assert_allclose(mean, np.mean(single, axis=0), rtol=1e-5, atol=1e-7)
+    assert not np.allclose(arrays(found)[0], arrays(load_policy(parts[0]))[0])
+    assert "evaluation" not in found.card  # which was of the first
+    assert found.card["training"]["seed"] == 10
+    others = [(part["from"], part["training"]["seed"]) for part in found.card["averaged_with"]]
+    assert others == [(parts[1], 11), (parts[2], 12)]
     # its own evaluation fits it, that of a part does not
     for name, policy in (("whole", str(out)), ("part", parts[0])):
         assert main(["evaluate", policy, "--tasks", "4", "--out", str(tmp_path / name)]) == 0
     capsys.readouterr()
-    export_policy(out, tmp_path / "again", evaluation=tmp_path / "whole")
+    again = ["export", str(out), "--out", str(tmp_path / "again"), "--evaluation", str(tmp_path / "whole")]
+    assert main(again) == 0
+    assert "mean of" not in capsys.readouterr().out
+    assert checkpoint.read_card(tmp_path / "again.json")["averaged_with"] == found.card["averaged_with"]
     other = ["--out", str(tmp_path / "x"), "--evaluation", str(tmp_path / "part")]
     assert "the evaluation of another policy" in refused(capsys, "export", str(out), *other)
-    for one, two, words in (
-        (str(out), parts[0], "is an average already"),
-        (parts[0], str(out), "has another averaged_with than"),
-        (parts[0], str(tmp_path / "none"), "no policy and no run folder"),
+
+
+def test_what_cannot_be_averaged(run, tmp_path, capsys):
+    first, there = tmp_path / "one" / "best-seed3.safetensors", tmp_path / "there.safetensors"
+    net_policy(first, 3)
+    net_policy(there, 4)
+    env = describe_env(dataclasses.replace(ROOM, alpha=0.25))
+    net_policy(tmp_path / "env.safetensors", 5, env=env)
+    wider = {**checkpoint.read_card(first)["net"], "context": 40}
+    net_policy(tmp_path / "net.safetensors", 5, net=wider)
+    net_policy(tmp_path / "mean.safetensors", 5, averaged_with=[])
+    net_policy(tmp_path / "run" / "best-seed7.safetensors", 5)
+    for other, words in (
+        (first, "each policy counts once in an average"),
+        (tmp_path / "mean", "mean.safetensors is an average already: give its parts instead"),
+        (tmp_path / "env", "their env differs: alpha 0.25, not 0.5"),
+        (tmp_path / "net", "their net differs: context 40, not 20"),
+        (run / "best-seed3", "is of kind 'table': only policies of kind 'net'"),
+        (run, "best-seed3.safetensors is of kind 'table'"),
+        (tmp_path / "none", "no policy and no run folder at"),
     ):
-        line = refused(capsys, "export", one, "--average", two, "--out", str(tmp_path / "x"))
-        assert words in line
-    changed = card(5, 1.0, 0.0)
-    changed["env"]["parameters"]["alpha"] = 0.25
-    checkpoint.save_policy(tmp_path / "other.safetensors", agent(5), changed)
-    line = refused(capsys, "export", parts[0], "--average", str(tmp_path / "other"), "--out", str(tmp_path / "x"))
-    assert "other.safetensors has another env than the policy it is to be averaged with" in line
+        options = ["--average", str(there), "--average", str(other), "--out", str(tmp_path / "x")]
+        assert words in refused(capsys, "export", str(first), *options)
+    line = refused(
+        capsys, "export", str(run), "--seed", "11", "--average", str(first.parent), "--out", str(tmp_path / "x")
+    )
+    assert "has no policy of seed 11; it has those of 3" in line
+    for damaged in (None, "x", ["a"], 3):
+        net_policy(there, 4, averaged_with=damaged)
+        line = refused(capsys, "export", str(there), "--out", str(tmp_path / "x"))
+        assert "'averaged_with' must be a list of objects" in line
     assert not list(tmp_path.glob("x*"))
 
 

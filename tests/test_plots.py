@@ -79,21 +79,27 @@ def test_the_second_figure_shows_totals_and_largest_costs():
 
 
 def test_budgets_are_compared_within_tasks_where_they_can_be():
-    """Three tasks far apart, each under two budgets, of which the larger is worth 1 to all."""
+    """Three tasks far apart, each under two budgets, of which the larger is worth 1, 3 and 5."""
     own = np.array([0.0, 100.0, 500.0])
-    totals = np.concatenate([own, own + 1])
+    totals = np.concatenate([own, own + np.array([1, 3, 5])])
     one = Results(
         returns=totals[:, None], costs=np.zeros((6, 1)), lengths=np.ones((6, 1)),
         budgets=np.repeat([1.0, 3.0], 3), meta={"label": "x", "budget_range": [0, 4], "budgets_per_task": 2},
     )  # fmt: skip
     figure = plots.by_budget(group([one]))
     line, band = figure.axes[0].lines[0], figure.axes[0].collections[0].get_paths()[0].vertices[:, 1]
-    assert line.get_ydata().tolist() == [200.0, 201.0]  # a bin a budget
-    assert np.ptp(band) == pytest.approx(1.0)  # no wider than the line
-    assert "3 tasks at 2 budgets each" in figure.get_supxlabel()
+    assert line.get_ydata().tolist() == [200.0, 203.0]  # a bin a budget
+    # off the task's mean by ∓ (½, 3/2, 5/2), whose spread is 1: 1 / √3, and √2 more for the mean taken away
+    error = np.sqrt(2) / np.sqrt(3)
+    assert (band.min(), band.max()) == pytest.approx((200 - error, 203 + error))
+    assert "3 tasks, 2 budgets each (bands by budget: within tasks)" in figure.get_supxlabel()
+    # with one bin there is nothing to compare, and with one budget a task no other trial to compare with
     alone = dataclasses.replace(one, meta={**one.meta, "budgets_per_task": 1})
-    figure = plots.by_budget(group([alone]), bins=2)
-    assert np.ptp(figure.axes[0].collections[0].get_paths()[0].vertices[:, 1]) > 100
+    for result, bins in ((one, 1), (alone, 2)):
+        figure = plots.by_budget(group([result]), bins=bins)
+        assert np.ptp(figure.axes[0].collections[0].get_paths()[0].vertices[:, 1]) > 100
+    with pytest.raises(UserError, match="differ in their budgets per task"):
+        group([one, alone])
 
 
 @pytest.mark.parametrize(("offset", "from_zero"), [(0.0, True), (100.0, False), (-100.0, False)])

@@ -219,15 +219,16 @@ def save_policy(path: Path, agent: PyTree, card: dict[str, Any], evaluation: Res
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
 
-# What is read of a card, where it is there: its type, and that in words.
-FIELDS: dict[str, tuple[type, str]] = {
-    "kind": (str, "a string"),
-    "env": (dict, "an object"),
-    "name": (str, "a string"),
-    "description": (str, "a string"),
-    "training": (dict, "an object"),
-    "evaluation": (dict, "an object"),
-    "limits": (list, "a list of strings"),
+# What is read of a card, where it is there: its type, that of its items, and both in words.
+FIELDS: dict[str, tuple[type, type, str]] = {
+    "kind": (str, str, "a string"),
+    "env": (dict, object, "an object"),
+    "name": (str, str, "a string"),
+    "description": (str, str, "a string"),
+    "training": (dict, object, "an object"),
+    "averaged_with": (list, dict, "a list of objects"),
+    "evaluation": (dict, object, "an object"),
+    "limits": (list, str, "a list of strings"),
 }
 
 
@@ -241,11 +242,11 @@ def read_card(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{file} has format {card['format']}, this version of safeicrl ({VERSION}) reads format {FORMAT}"
         )
-    for field, (own, words) in FIELDS.items():
-        value = card.get(field)
-        strings = all(isinstance(item, str) for item in value) if isinstance(value, list) else True
-        if field in card and not (isinstance(value, own) and strings):
-            raise UserError(f"{file}: {field!r} must be {words}, got {value!r:.60}")
+    for field, (own, items, words) in FIELDS.items():
+        if field not in card:
+            continue
+        if not isinstance(card[field], own) or not all(isinstance(item, items) for item in card[field]):
+            raise UserError(f"{file}: {field!r} must be {words}, got {card[field]!r:.60}")
     if "temperature" in card:
         check_number(f"{file}: 'temperature'", card["temperature"], 0.0)
     return card

@@ -238,7 +238,7 @@ class Evaluate:
     tasks: int = 1000  # unseen ones
     budgets: tuple[float, float] | None = None  # range; the environment's test range by default
     budget_count: int = 100  # distinct budgets, uniform in the range
-    budgets_per_task: int = 1  # trials of each task, small budgets to large; with 9 the table's bins share tasks
+    budgets_per_task: int = 1  # trials of each task, small budgets to large; with 9 the bins of budgets share tasks
     episodes: int | None = None  # in a trial; K of the environment by default
     temperature: float | None = None  # of sampled actions; what the policy's card says by default
     greedy: bool = False  # the most probable action instead of a sampled one
@@ -313,7 +313,8 @@ class Export:
     policy: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="POLICY")] = None
     out: Path | None = None  # file to write: OUT.safetensors, and its card OUT.json
     seed: int | None = None  # of a run; by default the one whose evaluation, as its card says, is the best
-    average: tuple[str, ...] = ()  # policies or runs it went on from: the mean of their weights and its own instead
+    # another policy or run, from which it was trained further: exports the mean of their weights
+    average: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     name: str | None = None  # what tables and figures call it
     description: str | None = None  # what it is, for the card
     temperature: float | None = None  # of its actions; what its card says by default
@@ -340,8 +341,10 @@ def export(args: list[str]) -> None:
         evaluation=asked.evaluation, overwrite=asked.overwrite,
     )  # fmt: skip
     card = load_policy(path).card
-    parts = [card["exported"]["from"], *(part["from"] for part in card.get("averaged_with", []))]
-    print(f"wrote {path} and {path.with_suffix('.json')}: {', '.join(parts)}, actions {card['actions']}")
+    origin = card["exported"]["from"]
+    if asked.average:
+        origin = f"the mean of {', '.join([origin, *(part['from'] for part in card['averaged_with'])])}"
+    print(f"wrote {path} and {path.with_suffix('.json')}: {origin}, actions {card['actions']}")
     evaluated = card.get("evaluation", {}).get("actions", card["actions"])
     if evaluated != card["actions"]:
         print(f"but its card's evaluation is of actions {evaluated}: --temperature or --evaluation make them agree")

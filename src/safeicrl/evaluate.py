@@ -1,4 +1,4 @@
-"""The paper's evaluation: a frozen agent, unseen tasks, one budget each, K episodes with a growing context."""
+"""The paper's evaluation: a frozen agent, unseen tasks, a budget for each, K episodes with a growing context."""
 
 import dataclasses
 import platform
@@ -40,9 +40,9 @@ def evaluate(
     """Run a trial on each of `tasks` unseen tasks.
 
     Their budgets are `budget_count` distinct ones, uniform in the range `budgets` (the environment's test range
-    by default) and used equally often. With more `budgets_per_task` each task is met in as many trials, one in
-    each of as many equal parts of that range, so that small and large budgets are compared on the same tasks:
-    where tasks differ much, they hide what a budget is worth. `episodes` is the environment's K by default.
+    by default) and used equally often. With more `budgets_per_task` each task is met in as many trials, whose
+    budgets are spread over that range, so that small and large budgets are compared on the same tasks: where
+    tasks differ much, they hide what a budget is worth. `episodes` is the environment's K by default.
     Tasks and budgets depend on `seed` alone, so two agents meet the same rooms. At most `rows` trials run at a
     time (by default 256, on a CPU 32), which bounds the memory; all chunks share one compilation, and a chunk
     ends with its longest trial. `segments` is `run_trials`', for agents whose memory grows.
@@ -55,6 +55,8 @@ def evaluate(
     episodes = check_integer("episodes", env.spec.episodes if episodes is None else episodes, 1)
     low, high = budgets or env.spec.test_budget
     grid = budget_grid(low, high, budget_count)
+    if budgets_per_task > budget_count:
+        raise UserError(f"there are no {budgets_per_task} budgets per task among {budget_count}")
     begin = time.perf_counter()
 
     task_key, run_key = jax.random.split(jax.random.key(seed))

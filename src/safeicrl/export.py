@@ -7,6 +7,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from safeicrl import checkpoint
@@ -16,6 +17,7 @@ from safeicrl.errors import UserError
 from safeicrl.evaluate import describe_env, surroundings, with_options
 from safeicrl.policy import (
     PRETRAINED,
+    SEED,
     changed_env,
     find_policy,
     load_agent,
@@ -42,18 +44,19 @@ def export_policy(
     evaluation: str | Path | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a policy, unchanged, and its card with what is given here; returns the file's path.
+    """Write a policy and its card with what is given here; returns the file's path.
 
-    Of a run's folder, the best policy of `seed`, by default of `best_seed`. With policies to `average` it is not
-    that policy but one whose weights are the mean of all of theirs, see `_average`. `evaluation` is a results file
-    of this policy, acting as it will by its card, that takes the place of the evaluation in training. `env_args`
-    are parameters of the environment it is for, where they differ from those it was trained in.
+    Of a run's folder, the best policy of `seed`, by default of `best_seed`. Its weights stay as they are, unless
+    there are others to `average` them with: policies, or runs and then their policies of the same seed, that it was
+    trained further from, or that were from where it was. `evaluation` is a results file of this policy, acting as
+    it will by its card, that takes the place of the evaluation in training. `env_args` are parameters of the
+    environment it is for, where they differ from those it was trained in.
     """
     target, source = _target(Path(out), overwrite), _source(name_or_path, seed)
     card = checkpoint.read_card(source)
     own, agent = load_agent(source, card)
     if average:
-        agent, card = _average(agent, card, [_source(other, None) for other in average])
+        agent, card = _average([source, *(_source(other, _seed_like(source, other)) for other in average)])
     env = changed_env(card, env_args or {})
     if env != own:
         _move(card, own, env)
@@ -77,29 +80,43 @@ def export_policy(
     return target
 
 
-def _average(agent: Agent, card: dict[str, Any], others: Sequence[Path]) -> tuple[Agent, dict[str, Any]]:
-    """The agent whose weights are the mean of this one's and the others', and its card.
+def _average(sources: Sequence[Path]) -> tuple[Agent, dict[str, Any]]:
+    """The first policy with the mean of the weights of all, and its card, which has the training of the others too.
 
-    For policies that one went on from the other, or several from one: between them the return is about as high as
-    at both ends, and what each learned about safety is mixed. Of unrelated runs the mean is good for nothing.
+    For policies of which one was trained further from the other, or several from one: between them the return is
+    about as high as at both ends, and their ways to be safe are mixed. Of unrelated runs the mean is good for
+    nothing.
     """
-    if "averaged_with" in card:
-        raise UserError("the policy is an average already: give all of its parts at once")
-    agents, averaged = [agent], []
-    for path in others:
-        theirs = checkpoint.read_card(path)
-        for what in ("kind", "env", "net", "hidden", "averaged_with"):
-            if theirs.get(what) != card.get(what):
-                raise UserError(f"{path} has another {what} than the policy it is to be averaged with")
-        agents.append(load_agent(path, theirs)[1])
-        averaged.append({"from": str(path), "training": theirs.get("training", {})})
+    cards = {path: checkpoint.read_card(path) for path in sources}
+    if len(cards) < len(sources):
+        raise UserError(f"each policy counts once in an average, got {', '.join(map(str, sources))}")
+    first, *others = cards
+    for path, card in cards.items():
+        if card["kind"] != "net":  # others have numbers beside their weights, such as the scales of their data
+            raise UserError(f"{path} is of kind {card['kind']!r}: only policies of kind 'net' can be averaged")
+        if "averaged_with" in card:
+            raise UserError(f"{path} is an average already: give its parts instead")
+        for what in ("env", "net"):
+            if card[what] != cards[first][what]:
+                words = _difference(cards[first][what], card[what])
+                raise UserError(f"{path} cannot be averaged with {first}, their {what} differs: {words}")
+    agents = [load_agent(path, card)[1] for path, card in cards.items()]
 
     def mean(*arrays: jax.Array) -> jax.Array:
-        return jax.numpy.asarray(np.mean([np.asarray(x, np.float64) for x in arrays], axis=0), arrays[0].dtype)
+        return jnp.asarray(np.mean([np.asarray(x, np.float64) for x in arrays], axis=0), arrays[0].dtype)
 
-    weights = jax.tree.map(mean, *(eqx.filter(each, eqx.is_inexact_array) for each in agents))
-    card = {key: value for key, value in card.items() if key != "evaluation"}  # which is of this one alone
-    return eqx.combine(weights, agent), {**card, "averaged_with": averaged}
+    weights = jax.tree.map(mean, *(eqx.filter(agent, eqx.is_inexact_array) for agent in agents))
+    kept = {key: value for key, value in cards[first].items() if key != "evaluation"}  # which is of the first alone
+    averaged = [{"from": str(path), "training": cards[path].get("training", {})} for path in others]
+    return eqx.combine(weights, agents[0]), {**kept, "averaged_with": averaged}
+
+
+def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """The first thing in which two descriptions differ, in words."""
+    ours, theirs = ({**each, **each.get("parameters", {})} for each in (ours, theirs))
+    both = [key for key in {**ours, **theirs} if key != "parameters"]
+    which = next(key for key in both if ours.get(key) != theirs.get(key))
+    return f"{which} {theirs.get(which)}, not {ours.get(which)}"
 
 
 def _move(card: dict[str, Any], own: Env, env: Env) -> None:
@@ -144,6 +161,12 @@ def _source(name_or_path: str | Path, seed: int | None) -> Path:
     return policies[seed]
 
 
+def _seed_like(source: Path, other: str | Path) -> int | None:
+    """The seed of a run's policy `source`, to choose the same one of the run `other`; None if there is none."""
+    seed = SEED.fullmatch(source.stem)
+    return int(seed[1]) if seed and Path(other).is_dir() and str(other) not in policy_names() else None
+
+
 def _target(out: Path, overwrite: bool) -> Path:
     """The file to write, with its extension, if it may be."""
     if out.is_dir() or out.name in ("", ".."):
@@ -172,11 +195,8 @@ def _evaluation(path: Path, env: Env, card: dict[str, Any], how: dict[str, Any])
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} does not say what was evaluated on which environment: {error!r}") from None
     if theirs != env:
-        ours, other = ({"name": each["name"], **each["parameters"]} for each in map(describe_env, (env, theirs)))
-        which = next(key for key in {**ours, **other} if ours.get(key) != other.get(key))
-        raise UserError(
-            f"{path} is of another environment than the policy's: {which} {other.get(which)}, not {ours.get(which)}"
-        )
+        words = _difference(describe_env(env), describe_env(theirs))
+        raise UserError(f"{path} is of another environment than the policy's: {words}")
     if trained != _training(card):
         raise UserError(f"{path} is the evaluation of another policy, {meta.get('agent')}: their training differs")
     if (count := results.returns.shape[1]) != env.spec.episodes:

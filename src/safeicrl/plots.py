@@ -63,7 +63,8 @@ def by_budget(groups: Groups, bins: int | None = None) -> Figure:
     for axis, (title, measure) in zip(axes, measures, strict=True):
         lines = []
         for label, colour, style, seeds in _styled(groups):
-            x = _centres(seeds[0], parts := bins or _bins(seeds))
+            parts = bins or _bins(seeds[0])
+            x = _centres(seeds[0], parts)
             mean, error = _band([_binned(result, measure(result), parts) for result in seeds])
             lines.append((label, colour, _draw(axis, x, mean, error, colour, style)))
         axis.set(title=title, xlabel="budget δ")
@@ -91,7 +92,7 @@ def over_budget(groups: Groups, bins: int | None = None) -> Figure:
         errors = [standard_error(s, result.task) for result, s in zip(seeds, shares, strict=True)]
         mean, error = _band([(s.mean(axis=0), e) for s, e in zip(shares, errors, strict=True)])
         by_index.append((label, colour, _draw(axes[0], x, mean, error, colour, style)))
-        parts = bins or _bins(seeds)
+        parts = bins or _bins(seeds[0])
         binned = [_binned(result, s.mean(axis=1), parts) for result, s in zip(seeds, shares, strict=True)]
         mean, error = _band(binned)
         by_delta.append((label, colour, _draw(axes[1], _centres(seeds[0], parts), mean, error, colour, style)))
@@ -200,10 +201,9 @@ def _draw(axis: Axes, x: np.ndarray, mean: np.ndarray, error: np.ndarray, colour
     return np.asarray(axis.plot(x[seen], mean[seen], color=colour, linestyle=style)[0].get_xydata())
 
 
-def _bins(seeds: Sequence[Results]) -> int:
-    """Twelve; with several budgets a task as many as those, so that every bin is of the same tasks."""
-    often = seeds[0].budgets_per_task
-    return often if often > 1 else 12
+def _bins(result: Results) -> int:
+    """Twelve; with several budgets a task as many as those, so that every bin is of (nearly) the same tasks."""
+    return result.budgets_per_task if result.budgets_per_task > 1 else 12
 
 
 def _edges(result: Results, bins: int) -> np.ndarray:
@@ -219,12 +219,15 @@ def _centres(result: Results, bins: int) -> np.ndarray:
 def _binned(result: Results, values: np.ndarray, bins: int) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard error of a value per trial, by budget; nan where no budget falls.
 
-    Of tasks met under several budgets the error is that of comparing budgets: without what a task does at all.
+    Of tasks met under several budgets the error is that of comparing budgets: of what is left of a value without
+    its task's mean, enlarged by as much as the mean has taken away of it (Morey 2008).
     """
     edges = _edges(result, bins)
     index = np.clip(np.searchsorted(edges, result.budgets, side="right") - 1, 0, len(edges) - 2)
-    own = np.bincount(result.task, values) / result.budgets_per_task  # [task]
-    off = values - own[result.task] if result.budgets_per_task > 1 else values
+    off, often = values, result.budgets_per_task
+    if often > 1 and len(edges) > 2:
+        own = np.bincount(result.task, values) / often  # [task]
+        off = (values - own[result.task]) * np.sqrt(often / (often - 1))
     parts = [index == i for i in range(len(edges) - 1)]
     mean = np.array([values[part].mean() if part.any() else np.nan for part in parts])
     error = [standard_error(off[part], result.task[part]) if part.any() else np.nan for part in parts]
@@ -261,7 +264,8 @@ def _corner(figure: Figure, groups: Groups) -> None:
     parts = []
     for label, seeds in groups.items():
         often = seeds[0].budgets_per_task
-        what = [f"{len(seeds[0].returns) // often} tasks" + (f" at {often} budgets each" if often > 1 else "")]
+        what = [f"{len(seeds[0].returns) // often} tasks"]
+        what += [f"{often} budgets each (bands by budget: within tasks)"] if often > 1 else []
         what += [f"{len(seeds)} seeds"] if len(seeds) > 1 else []
         what += [f"actions {actions}"] if (actions := seeds[0].meta.get("actions")) else []
         what += [engine] if (engine := seeds[0].meta.get("approximation")) else []

@@ -29,6 +29,7 @@ from safeicrl.tokens import Token, first_token, next_token, usable_budget
 from safeicrl.trial import Agent
 
 PRETRAINED = Path(__file__).parent / "pretrained"
+SEED = re.compile(r"best-seed(\d+)")  # the name of the best policy of a run's seed
 
 
 def load_policy(name_or_path: str | Path, *, temperature: float | None = None, greedy: bool = False) -> "Policy":
@@ -49,7 +50,7 @@ def policy_names() -> list[str]:
 
 def run_policies(folder: Path) -> dict[int, Path]:
     """The best policy of each seed of a run, the lowest seed first."""
-    files = [(re.fullmatch(r"best-seed(\d+)", path.stem), path) for path in folder.glob("best-seed*.safetensors")]
+    files = [(SEED.fullmatch(path.stem), path) for path in folder.glob("best-seed*.safetensors")]
     found = {int(match[1]): path for match, path in files if match}
     if not found:
         raise UserError(f"{folder} holds no policy (best-seed*.safetensors); its first evaluation writes one")

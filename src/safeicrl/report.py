@@ -1,5 +1,6 @@
 """Tables and figures from files on disk: results, training logs. Never imports jax."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from safeicrl.results import NUMBERS, Results, Summary, load_results, relative, 
 
 
 def summary_table(results: Sequence[Results], title: str | None = None) -> Table:
-    """One column an agent: total return, the last episodes, shares over budget, total return by budget."""
+    """One column an agent: total return, the last episodes, shares over budget, total return by budget.
+
+    Of one agent whose tasks were met under several budgets, also how much more the same tasks return bin by bin.
+    """
     summaries = [summarise(result) for result in results]
     first = summaries[0]
     table = _table(title or _protocol(first))
@@ -28,7 +32,13 @@ def summary_table(results: Sequence[Results], title: str | None = None) -> Table
     row("trials ever over", lambda s: f"{s.trials_over:.2%}")
     if all(summary.by_budget.keys() == first.by_budget.keys() for summary in summaries):
         for name in first.by_budget:
-            row(f"total, δ {name}", lambda s, name=name: _number(s.by_budget[name]) + _rise(s, name))
+            row(f"total, δ {name}", lambda s, name=name: _number(s.by_budget[name]))
+    if len(results) == 1 and first.rise_by_budget:
+        for before, name in itertools.pairwise(first.by_budget):
+            if name in first.rise_by_budget:
+                more, error = first.rise_by_budget[name]
+                digits = 1 if error >= 1 else 2
+                table.add_row(f"rise from δ {before}", f"{more:+.{digits}f} ± {error:.{digits}f}")
     return table
 
 
@@ -82,12 +92,6 @@ def _protocol(summary: Summary) -> str:
     return f"{summary.tasks} unseen tasks{trials}, {summary.episodes} episodes each"
 
 
-def _rise(summary: Summary, name: str) -> str:
-    """What the same tasks return more than in the bin before, where they were met in both."""
-    rise = summary.rise_by_budget.get(name)
-    return "" if rise is None else f" ({rise[0]:+.1f} ± {rise[1]:.1f})"
-
-
 def _number(value: float) -> str:
     return f"{value:.1f}" if np.isfinite(value) else "–"  # no task had such a budget
 
@@ -121,10 +125,15 @@ def draw_all(files: Sequence[Path], out: Path, extension: str = "png") -> list[P
 def group(results: Sequence[Results]) -> dict[str, list[Results]]:
     """Results by label; several of one label are seeds of one agent."""
     groups: dict[str, list[Results]] = {}
+    facts = (
+        ("episodes", lambda r: r.returns.shape[1]),
+        ("budget range", lambda r: r.budget_range),
+        ("budgets per task", lambda r: r.budgets_per_task),
+    )
     for result in results:
         seeds = groups.setdefault(result.label, [])
         seeds.append(result)
-        for name, of in (("episodes", lambda r: r.returns.shape[1]), ("budget range", lambda r: r.budget_range)):
+        for name, of in facts:
             if of(result) != of(seeds[0]):
                 raise UserError(
                     f"results of one label are drawn as seeds of one agent, but those of {result.label!r} "

@@ -34,7 +34,7 @@ class Results:
 
     @property
     def budgets_per_task(self) -> int:
-        """In how many of the trials one meets a task, each time under another budget."""
+        """How many trials each task has, from a small budget to a large one."""
         return int(self.meta.get("budgets_per_task", 1))
 
     @property
@@ -159,8 +159,8 @@ def _check_comparable(one: Results, other: Results) -> None:
         "physics": lambda r: r.meta.get("approximation", "the real one"),
         "split": lambda r: r.meta.get("split"),
         "seed": lambda r: r.meta.get("seed"),
-        "trials": lambda r: "{} tasks of {} episodes".format(*r.returns.shape),
         "budgets per task": lambda r: r.budgets_per_task,
+        "trials": lambda r: "{} of {} episodes".format(*r.returns.shape),
         "budget range": lambda r: r.budget_range,
     }
     for name, of in facts.items():
@@ -194,7 +194,7 @@ def budget_bins(results: Results) -> dict[str, np.ndarray]:
 def rises(results: Results) -> dict[str, list[float]]:
     """Bin name → how much more a task's total return is there than in the bin before: mean over tasks, and error.
 
-    Of the tasks met in both, so there is none where every task has one budget only.
+    Only where nearly all tasks are in both bins, as with nine budgets a task; never where each has one budget.
     """
     totals, count = results.returns.sum(axis=1), int(results.task.max()) + 1
     means: dict[str, np.ndarray] = {}  # [task], nan for a task that is not in the bin
@@ -205,7 +205,7 @@ def rises(results: Results) -> dict[str, list[float]]:
     for before, name in itertools.pairwise(means):
         more = means[name] - means[before]
         more = more[np.isfinite(more)]
-        if len(more):
+        if len(more) > max(1, 0.9 * count):
             found[name] = [float(more.mean()), float(standard_error(more))]
     return found
 
@@ -254,8 +254,10 @@ def load_results(path: str | Path) -> Results:
         shape = values["returns"].shape
         right = values["costs"].shape == values["lengths"].shape == shape == (len(values["budgets"]), shape[1])
         results = Results(meta=saved["meta"], **values)
-        if not right or results.budgets_per_task < 1 or shape[0] % results.budgets_per_task:
+        if not right:
             raise ValueError("its arrays do not fit together")
+        if results.budgets_per_task < 1 or shape[0] % results.budgets_per_task:
+            raise ValueError(f"{shape[0]} trials are not of tasks with {results.budgets_per_task} budgets each")
         return results
     except (OSError, ValueError, KeyError, IndexError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"{arrays} is no results file: {str(error).partition(chr(10))[0]}") from None
