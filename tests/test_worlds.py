@@ -394,7 +394,7 @@ def test_a_score_between_two_lines_by_hand():
     [
         (results([[0, 0], [0, 0]], seed=1), "differ in their seed, 1 and 0|differ in their seed, 0 and 1"),
         (results([[0, 0], [0, 0]], env={"name": "safe-dark-car", "parameters": {}}), "differ in their environment"),
-        (results([[0, 0, 0], [0, 0, 0]]), "differ in their trials, 2 tasks of 2 episodes and 2 tasks of 3"),
+        (results([[0, 0, 0], [0, 0, 0]]), "differ in their trials, 2 of 2 episodes and 2 of 3 episodes"),
         (results([[2, 2], [2, 2]]), "the upper line, 'x', is not above the lower one"),
     ],
 )
