@@ -237,6 +237,12 @@ def test_what_cannot_be_averaged(run, tmp_path, capsys):
         capsys, "export", str(run), "--seed", "11", "--average", str(first.parent), "--out", str(tmp_path / "x")
     )
     assert "has no policy of seed 11; it has those of 3" in line
+    incomplete = tmp_path / "incomplete.safetensors"
+    net_policy(incomplete, 4)
+    content = {key: value for key, value in checkpoint.read_card(incomplete).items() if key != "net"}
+    incomplete.with_suffix(".json").write_text(json.dumps(content))
+    line = refused(capsys, "export", str(first), "--average", str(incomplete), "--out", str(tmp_path / "x"))
+    assert "incomplete.json is an incomplete policy card: KeyError('net')" in line
     for damaged in (None, "x", ["a"], 3):
         net_policy(there, 4, averaged_with=damaged)
         line = refused(capsys, "export", str(there), "--out", str(tmp_path / "x"))

@@ -313,7 +313,7 @@ class Export:
     policy: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="POLICY")] = None
     out: Path | None = None  # file to write: OUT.safetensors, and its card OUT.json
     seed: int | None = None  # of a run; by default the one whose evaluation, as its card says, is the best
-    # another policy or run, from which it was trained further: exports the mean of their weights
+    # another policy or run, related by --start: exports the mean of their weights; may be repeated
     average: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     name: str | None = None  # what tables and figures call it
     description: str | None = None  # what it is, for the card

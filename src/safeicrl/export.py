@@ -47,8 +47,8 @@ def export_policy(
     """Write a policy and its card with what is given here; returns the file's path.
 
     Of a run's folder, the best policy of `seed`, by default of `best_seed`. Its weights stay as they are, unless
-    there are others to `average` them with: policies, or runs and then their policies of the same seed, that it was
-    trained further from, or that were from where it was. `evaluation` is a results file of this policy, acting as
+    there are others to `average` them with: policies, or runs (then their policies of the same seed), of which one
+    was trained further from another, or several from one. `evaluation` is a results file of this policy, acting as
     it will by its card, that takes the place of the evaluation in training. `env_args` are parameters of the
     environment it is for, where they differ from those it was trained in.
     """
@@ -90,6 +90,7 @@ def _average(sources: Sequence[Path]) -> tuple[Agent, dict[str, Any]]:
     cards = {path: checkpoint.read_card(path) for path in sources}
     if len(cards) < len(sources):
         raise UserError(f"each policy counts once in an average, got {', '.join(map(str, sources))}")
+    agents = [load_agent(path, card)[1] for path, card in cards.items()]
     first, *others = cards
     for path, card in cards.items():
         if card["kind"] != "net":  # others have numbers beside their weights, such as the scales of their data
@@ -100,7 +101,6 @@ def _average(sources: Sequence[Path]) -> tuple[Agent, dict[str, Any]]:
             if card[what] != cards[first][what]:
                 words = _difference(cards[first][what], card[what])
                 raise UserError(f"{path} cannot be averaged with {first}, their {what} differs: {words}")
-    agents = [load_agent(path, card)[1] for path, card in cards.items()]
 
     def mean(*arrays: jax.Array) -> jax.Array:
         return jnp.asarray(np.mean([np.asarray(x, np.float64) for x in arrays], axis=0), arrays[0].dtype)
