@@ -10,14 +10,15 @@ from safeicrl.envs.api import PyTree
 from safeicrl.envs.dark_mujoco import EXTENT, GOAL_RADIUS, HAZARD_RADIUS, SafeDarkMujoco
 
 ABOVE = render.View(distance=4.6, elevation=-70.0)  # the arena, from above and slightly aside
-BESIDE = render.View(distance=4.0, elevation=-15.0, follow=True)  # a running robot
+OVER = render.View(distance=5.0, elevation=-60.0, follow=True)  # a running robot, from above as well
+BESIDE = render.View(distance=4.0, elevation=-15.0, follow=True)  # one that moves in an upright plane
 MARGIN = 0.3  # metres drawn around the arena
 REACH = 2.5  # metres drawn on each side of a running robot
 
 
 def picture(env: Any, task: PyTree, qpos: Any) -> np.ndarray:
     """The robot at `qpos` in its world, rendered, [pixels, pixels, 3] uint8; a `UserError` where none can be."""
-    view = ABOVE if isinstance(env, SafeDarkMujoco) else BESIDE
+    view = BESIDE if env.robot == "half_cheetah" else ABOVE if isinstance(env, SafeDarkMujoco) else OVER
     return render.frame(env.robot, np.asarray(qpos), view, discs(env, task))
 
 
