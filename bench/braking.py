@@ -11,7 +11,6 @@ doing what the policy says. Where a little braking costs return and saves no cos
 import argparse
 from pathlib import Path
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,25 +21,16 @@ from safeicrl.evaluate import evaluate, surroundings
 from safeicrl.files import write_json
 from safeicrl.policy import load_policy
 from safeicrl.tokens import Token
-from safeicrl.trial import Agent
+from safeicrl.trial import WrappedAgent
 
 SHARES = (0.0, 0.1, 0.3, 1.0)
 SLOW = 0.03  # metres a step, below which thrust is eased
 
 
-class Braking(eqx.Module):
+class Braking(WrappedAgent):
     """An agent whose thrust is taken over, with a probability, when its budget is spent."""
 
-    agent: Agent
     share: float
-
-    def init(self, tasks: PyTree, rows: int) -> PyTree:
-        """The agent's own memory."""
-        return self.agent.init(tasks, rows)
-
-    def extend(self, memory: PyTree, steps: int) -> PyTree:
-        """The agent's own memory."""
-        return self.agent.extend(memory, steps)
 
     def act(self, memory: PyTree, token: Token, key: Key) -> tuple[PyTree, jax.Array, PyTree]:
         """Thrust against the motion along the robot's nose, or what the agent does."""

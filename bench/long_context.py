@@ -20,22 +20,13 @@ from safeicrl.files import write_json
 from safeicrl.policy import find_policy, load_agent
 from safeicrl.results import Results
 from safeicrl.tokens import Token
-from safeicrl.trial import Agent
+from safeicrl.trial import Agent, WrappedAgent
 
 
-class Held(eqx.Module):
+class Held(WrappedAgent):
     """An agent that is told no episode's index beyond `at`."""
 
-    agent: Any
     at: int = eqx.field(static=True)
-
-    def init(self, tasks: PyTree, rows: int) -> PyTree:
-        """The agent's own memory."""
-        return self.agent.init(tasks, rows)
-
-    def extend(self, memory: PyTree, steps: int) -> PyTree:
-        """The agent's own memory."""
-        return self.agent.extend(memory, steps)
 
     def act(self, memory: PyTree, token: Token, key: Key) -> tuple[PyTree, jax.Array, PyTree]:
         """As the agent acts in an earlier episode."""

@@ -17,7 +17,7 @@ from safeicrl.envs.registry import ENVS
 from safeicrl.errors import UserError, check_budget, check_integer, check_number, check_seed
 from safeicrl.results import Results
 from safeicrl.tokens import Token, first_token
-from safeicrl.trial import Agent, Episodes, episode_sums, run_trials
+from safeicrl.trial import Agent, Episodes, WrappedAgent, episode_sums, run_trials
 from safeicrl.version import VERSION
 
 
@@ -121,19 +121,10 @@ def _play(
     return episode_sums(trials, episodes)
 
 
-class WipedAgent(eqx.Module):
+class WipedAgent(WrappedAgent):
     """The same agent, made to forget at every episode: what in-context learning is worth is the difference."""
 
-    agent: Any
     spec: EnvSpec = eqx.field(static=True)
-
-    def init(self, tasks: PyTree, rows: int) -> PyTree:
-        """The agent's own memory."""
-        return self.agent.init(tasks, rows)
-
-    def extend(self, memory: PyTree, steps: int) -> PyTree:
-        """The agent's own memory."""
-        return self.agent.extend(memory, steps)
 
     def act(self, memory: PyTree, token: Token, key: Key) -> tuple[PyTree, jax.Array, PyTree]:
         """Every episode looks like the first one of a new trial."""

@@ -17,7 +17,7 @@ from safeicrl.envs.wrapped import Wrapped
 from safeicrl.errors import UserError
 from safeicrl.film import Film, chosen_steps
 from safeicrl.tokens import Token
-from safeicrl.trial import run_trials
+from safeicrl.trial import WrappedAgent, run_trials
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,10 @@ class _Watched:
         return self.env.task_features(task)
 
 
-class _Unaware(eqx.Module):
+class _Unaware(WrappedAgent):
     """An agent in a watched world: it sees what it always sees."""
 
-    agent: Any
     size: int = eqx.field(static=True)  # of its own observations
-
-    def init(self, tasks: PyTree, rows: int) -> PyTree:
-        return self.agent.init(tasks, rows)
-
-    def extend(self, memory: PyTree, steps: int) -> PyTree:
-        return self.agent.extend(memory, steps)
 
     def act(self, memory: PyTree, token: Token, key: Key) -> tuple[PyTree, jax.Array, PyTree]:
         own = replace(token, observation=token.observation[:, : self.size], previous=token.previous[:, : self.size])

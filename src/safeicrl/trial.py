@@ -8,7 +8,7 @@ ends (its K-th episode ended).
 """
 
 import itertools
-from typing import Protocol
+from typing import Any, Protocol
 
 import equinox as eqx
 import jax
@@ -33,6 +33,20 @@ class Agent(Protocol):
     def act(self, memory: PyTree, token: Token, key: Key) -> tuple[PyTree, jax.Array, PyTree]:
         """New memory, actions [row] and whatever the learner wants recorded (log-probabilities, ...)."""
         ...
+
+
+class WrappedAgent(eqx.Module):
+    """An agent with another inside, whose memory it keeps: to change what that sees or does, write `act`."""
+
+    agent: Any  # an Agent
+
+    def init(self, tasks: PyTree, rows: int) -> PyTree:
+        """The inner agent's own memory."""
+        return self.agent.init(tasks, rows)
+
+    def extend(self, memory: PyTree, steps: int) -> PyTree:
+        """The inner agent's own memory."""
+        return self.agent.extend(memory, steps)
 
 
 @record

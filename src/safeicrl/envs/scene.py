@@ -18,7 +18,8 @@ REACH = 2.5  # metres drawn on each side of a running robot
 
 def picture(env: Any, task: PyTree, qpos: Any) -> np.ndarray:
     """The robot at `qpos` in its world, rendered, [pixels, pixels, 3] uint8; a `UserError` where none can be."""
-    view = BESIDE if env.robot == "half_cheetah" else ABOVE if isinstance(env, SafeDarkMujoco) else OVER
+    running = BESIDE if env.robot == "half_cheetah" else OVER
+    view = ABOVE if isinstance(env, SafeDarkMujoco) else running
     return render.frame(env.robot, np.asarray(qpos), view, discs(env, task))
 
 
