@@ -20,14 +20,14 @@ from common import provenance
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from safeicrl import plots
 from safeicrl.algos.safe_ad import SafeAD, SafeADConfig
-from safeicrl.evaluate import evaluate
+from safeicrl.evaluation import plots
+from safeicrl.evaluation.evaluate import evaluate
+from safeicrl.evaluation.results import Results, save_results, standard_error, summarise
 from safeicrl.files import write_json
-from safeicrl.histories import Histories, open_histories
-from safeicrl.nets.decision import DecisionConfig
-from safeicrl.results import Results, save_results, standard_error, summarise
-from safeicrl.windows import make_windows
+from safeicrl.histories.store import Histories, open_histories
+from safeicrl.histories.windows import make_windows
+from safeicrl.nets.decision_transformer import DecisionConfig
 
 TITLES = {"context": "steps of context", "layers": "layers", "share": "share of the histories"}
 

@@ -17,9 +17,9 @@ import numpy as np
 from rich.console import Console
 
 from safeicrl.envs.api import Key, PyTree
-from safeicrl.evaluate import evaluate, surroundings
+from safeicrl.evaluation.evaluate import evaluate, surroundings
 from safeicrl.files import write_json
-from safeicrl.policy import load_policy
+from safeicrl.policies.policy import load_policy
 from safeicrl.tokens import Token
 from safeicrl.trial import WrappedAgent
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from common import provenance
 from rich.console import Console
 
-from safeicrl.contenders import released
-from safeicrl.evaluate import evaluate
+from safeicrl.evaluation.evaluate import evaluate
+from safeicrl.evaluation.results import summarise
 from safeicrl.files import write_json
-from safeicrl.results import summarise
+from safeicrl.policies.contenders import released
 
 
 def main() -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 from common import provenance
 from rich.console import Console
 
-from safeicrl.collect import collect, default_config, learning_progress, progress_table
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.files import write_json
-from safeicrl.histories import STEPWISE
+from safeicrl.histories.collect import collect, default_config, learning_progress, progress_table
+from safeicrl.histories.store import STEPWISE
 
 
 def main() -> None:

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from safeicrl import checkpoint
 from safeicrl.envs.api import Key, PyTree, replace
-from safeicrl.evaluate import describe_env, evaluate, surroundings, with_options
+from safeicrl.evaluation.evaluate import describe_env, evaluate, surroundings, with_options
+from safeicrl.evaluation.results import Results
 from safeicrl.files import write_json
-from safeicrl.policy import find_policy, load_agent
-from safeicrl.results import Results
+from safeicrl.policies import checkpoint
+from safeicrl.policies.policy import find_policy, load_agent
 from safeicrl.tokens import Token
 from safeicrl.trial import Agent, WrappedAgent
 

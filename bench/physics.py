@@ -26,7 +26,7 @@ from common import fastest, provenance
 from rich.console import Console
 from rich.table import Table
 
-from safeicrl.envs import models, physics
+from safeicrl.envs.mujoco import models, physics
 from safeicrl.envs.registry import make_env
 from safeicrl.errors import UserError
 from safeicrl.files import write_json

@@ -16,10 +16,10 @@ from common import provenance
 from rich.console import Console
 from rich.table import Table
 
+from safeicrl.agents.reference import optimum
 from safeicrl.algos.ppo_lag import Learner, PPOLagConfig, default_config
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.files import write_json
-from safeicrl.reference import optimum
 
 ENV = SafeDarkRoom()
 

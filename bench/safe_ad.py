@@ -19,7 +19,7 @@ from rich.console import Console
 from safeicrl.algos.safe_ad import SafeAD, SafeADConfig
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.files import write_json
-from safeicrl.nets.decision import DecisionConfig
+from safeicrl.nets.decision_transformer import DecisionConfig
 from safeicrl.trial import episode_sums, run_trials, sample_queue
 
 ENV = SafeDarkRoom()

@@ -17,7 +17,8 @@ from common import fastest, provenance
 from rich.console import Console
 from rich.table import Table
 
-from safeicrl.agent import NetAgent
+from safeicrl.agents.in_context import NetAgent
+from safeicrl.agents.reference import RandomAgent
 from safeicrl.algos.scared import Scared, ScaredConfig
 from safeicrl.envs.api import replace
 from safeicrl.envs.dark_room import SafeDarkRoom
@@ -25,7 +26,6 @@ from safeicrl.files import write_json
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers.ppo import PPOConfig
-from safeicrl.reference import RandomAgent
 from safeicrl.trial import episode_sums, run_trials, sample_queue
 
 ENV = SafeDarkRoom()

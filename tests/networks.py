@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from safeicrl.agents.reference import RandomAgent
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.nets.transformer import Transformer
-from safeicrl.reference import RandomAgent
 from safeicrl.tokens import Token
 from safeicrl.trial import Trials, run_trials, sample_queue
 

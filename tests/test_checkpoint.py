@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from safeicrl import checkpoint
 from safeicrl.errors import UserError
-from safeicrl.results import Results
+from safeicrl.evaluation.results import Results
+from safeicrl.policies import checkpoint
 
 
 def tree():

@@ -11,18 +11,19 @@ import jax.numpy as jnp
 import pytest
 from standin import ROOM, TableAgent, TableConfig
 
-from safeicrl import cli, presets
-from safeicrl import policy as policies
+from safeicrl import cli
+from safeicrl import recipes as presets
 from safeicrl.cli import main
 from safeicrl.config import from_plain
-from safeicrl.demo import contenders, replay, run
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.errors import UserError
+from safeicrl.evaluation.results import load_results, results_equal
+from safeicrl.evaluation.tables import group
 from safeicrl.log import read_metrics
-from safeicrl.policy import load_policy
-from safeicrl.presets import Experiment, load_experiment
-from safeicrl.report import group
-from safeicrl.results import load_results, results_equal
+from safeicrl.policies import policy as policies
+from safeicrl.policies.policy import load_policy
+from safeicrl.recipes import Experiment, load_experiment
+from safeicrl.show.demo import contenders, replay, run
 from safeicrl.signals import StopRequest
 from safeicrl.train import EvalConfig, TrainConfig
 from safeicrl.version import VERSION
@@ -302,7 +303,7 @@ def test_the_module_is_the_program():
 def test_the_library_runs_without_the_command_lines_packages():
     code = (
         "import sys; sys.modules |= {'tyro': None, 'gymnasium': None};"
-        "import safeicrl.train, safeicrl.presets, safeicrl.policy, safeicrl.demo"
+        "import safeicrl.train, safeicrl.presets, safeicrl.policy, safeicrl.show.demo"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from safeicrl.agents.reference import RandomAgent
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.errors import UserError
-from safeicrl.evaluate import budget_grid, evaluate, with_options
-from safeicrl.reference import RandomAgent
-from safeicrl.report import summary_table
-from safeicrl.results import (
+from safeicrl.evaluation.evaluate import budget_grid, evaluate, with_options
+from safeicrl.evaluation.results import (
     ARRAYS,
     Results,
     budget_bins,
@@ -29,6 +28,7 @@ from safeicrl.results import (
     standard_error,
     summarise,
 )
+from safeicrl.evaluation.tables import summary_table
 
 
 class Corridor(SafeDarkRoom):

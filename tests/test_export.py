@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from standin import ROOM, TableAgent
 
-from safeicrl import checkpoint, load_policy
-from safeicrl import policy as policies
-from safeicrl.agent import NetAgent
+from safeicrl import load_policy
+from safeicrl.agents.in_context import NetAgent
 from safeicrl.cli import main
-from safeicrl.evaluate import describe_env
-from safeicrl.export import best_seed, export_policy
+from safeicrl.evaluation.evaluate import describe_env
+from safeicrl.evaluation.results import Results, Summary, load_results, results_equal, save_results, summarise
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
-from safeicrl.results import Results, Summary, load_results, results_equal, save_results, summarise
+from safeicrl.policies import checkpoint
+from safeicrl.policies import policy as policies
+from safeicrl.policies.export import best_seed, export_policy
 
 TOLERANCE = 0.03
 

@@ -11,13 +11,13 @@ from networks import random_weights
 from probe import Push
 from scipy.stats import norm
 
-from safeicrl.agent import NetAgent
+from safeicrl.agents.in_context import NetAgent
+from safeicrl.agents.reference import RandomAgent
 from safeicrl.envs.api import Box, replace
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.errors import UserError
 from safeicrl.nets.heads import HIDDEN, LOG_STD, Categorical, Critic, Levels, PolicyNet, TanhNormal
 from safeicrl.nets.transformer import NetConfig, featurise
-from safeicrl.reference import RandomAgent
 from safeicrl.tokens import first_token
 from safeicrl.trial import run_trials, sample_queue
 

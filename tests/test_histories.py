@@ -8,8 +8,8 @@ from probe import Push
 
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.errors import UserError
-from safeicrl.evaluate import describe_env
-from safeicrl.histories import ARRAYS, STEPWISE, Histories, HistoryWriter, export_minari, open_histories
+from safeicrl.evaluation.evaluate import describe_env
+from safeicrl.histories.store import ARRAYS, STEPWISE, Histories, HistoryWriter, export_minari, open_histories
 
 ROOM = SafeDarkRoom(size=3, obstacles=1, max_steps=3)
 STEPS = 7

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from safeicrl.envs import physics
+from safeicrl.envs.mujoco import physics
 from safeicrl.envs.registry import make_env
 
 pytest.importorskip("mujoco")

@@ -11,7 +11,8 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 import safeicrl  # noqa: F401  registers the ids
-from safeicrl.envs import draw, render
+from safeicrl.envs import draw
+from safeicrl.envs.mujoco import render
 from safeicrl.errors import UserError
 
 pytest.importorskip("mujoco")

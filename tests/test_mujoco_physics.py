@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from safeicrl.envs import models, physics
+from safeicrl.envs.mujoco import models, physics
 from safeicrl.envs.registry import make_env
 from safeicrl.errors import UserError
 

@@ -13,11 +13,11 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from safeicrl import plots
-from safeicrl.animation import Replay, animate, chosen_episodes
 from safeicrl.errors import UserError
-from safeicrl.report import draw_all, group, seeds_table, summary_table
-from safeicrl.results import Results, save_results
+from safeicrl.evaluation import plots
+from safeicrl.evaluation.results import Results, save_results
+from safeicrl.evaluation.tables import draw_all, group, seeds_table, summary_table
+from safeicrl.show.room_film import Replay, animate, chosen_episodes
 
 
 def results(label="agent", seed=0, episodes=12, **meta) -> Results:
@@ -283,7 +283,8 @@ def test_the_animation_shows_the_first_and_the_last_episode():
 def test_reading_and_drawing_never_load_jax(tmp_path):
     save_results(results("a"), tmp_path / "a")
     code = (
-        "import sys; from pathlib import Path; import safeicrl.animation; from safeicrl.report import draw_all;"
+        "import sys; from pathlib import Path; import safeicrl.show.room_film;"
+        "from safeicrl.evaluation.tables import draw_all;"
         f"draw_all([Path({str(tmp_path / 'a.npz')!r})], Path({str(tmp_path)!r})); sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from standin import ROOM, TableAgent
 
-from safeicrl import checkpoint, load_policy
-from safeicrl import policy as policies
-from safeicrl.agent import NetAgent
+from safeicrl import load_policy
+from safeicrl.agents.in_context import NetAgent
 from safeicrl.errors import BeyondTraining, UserError
-from safeicrl.evaluate import describe_env
+from safeicrl.evaluation.evaluate import describe_env
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
-from safeicrl.policy import Policy
+from safeicrl.policies import checkpoint
+from safeicrl.policies import policy as policies
+from safeicrl.policies.policy import Policy
 from safeicrl.trial import run_trials, sample_queue
 
 

@@ -11,6 +11,7 @@ import pytest
 from probe import Casino, Push, Throw
 
 from safeicrl import load_policy
+from safeicrl.agents.mlp import MlpAgent, Normaliser
 from safeicrl.algos import ppo_lag
 from safeicrl.algos.api import METRICS
 from safeicrl.algos.ppo_lag import Learner, PPOLag, PPOLagConfig, Rollout
@@ -19,8 +20,7 @@ from safeicrl.envs.api import replace
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.envs.fixed import FixedTask
 from safeicrl.errors import UserError
-from safeicrl.evaluate import evaluate, with_options
-from safeicrl.mlp import MlpAgent, Normaliser
+from safeicrl.evaluation.evaluate import evaluate, with_options
 from safeicrl.train import EvalConfig, TrainConfig, train
 
 ROOM = SafeDarkRoom(size=5, obstacles=1, max_steps=10)

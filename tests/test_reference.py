@@ -7,9 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from safeicrl.envs.api import replace
-from safeicrl.envs.dark_room import SafeDarkRoom
-from safeicrl.reference import (
+from safeicrl.agents.reference import (
     FREE,
     GOAL,
     OBSTACLE,
@@ -20,6 +18,8 @@ from safeicrl.reference import (
     RandomAgent,
     optimum,
 )
+from safeicrl.envs.api import replace
+from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.tokens import first_token
 from safeicrl.trial import episode_sums, run_trials, sample_queue
 

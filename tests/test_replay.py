@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from safeicrl import replay
 from safeicrl.envs.api import record
+from safeicrl.optimisers import replay
 
 
 @record

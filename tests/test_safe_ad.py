@@ -11,25 +11,25 @@ import numpy as np
 import pytest
 from probe import Casino, Push
 
-from safeicrl import checkpoint
+from safeicrl.agents.decision import RTG_FLOOR, DecisionAgent
+from safeicrl.agents.reference import PlannerAgent
 from safeicrl.algos.registry import algo_name
 from safeicrl.algos.safe_ad import SafeAD, SafeADConfig
 from safeicrl.cli import main
-from safeicrl.decision import RTG_FLOOR, DecisionAgent
-from safeicrl.demonstrations import EpsConfig, NoisyPlanner, collect_demonstrations
 from safeicrl.envs.api import replace
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.errors import BeyondTraining, UserError
-from safeicrl.evaluate import evaluate, with_options
-from safeicrl.histories import open_histories
+from safeicrl.evaluation.evaluate import evaluate, with_options
+from safeicrl.histories.demonstrations import EpsConfig, NoisyPlanner, collect_demonstrations
+from safeicrl.histories.store import open_histories
+from safeicrl.histories.windows import make_windows, measure_scales, to_go
 from safeicrl.log import read_metrics
-from safeicrl.nets.decision import DecisionConfig, DecisionNet, Steps, drop, dropout_key, unit_scales
-from safeicrl.policy import Policy, load_policy
-from safeicrl.presets import preset
-from safeicrl.reference import PlannerAgent
+from safeicrl.nets.decision_transformer import DecisionConfig, DecisionNet, Steps, drop, dropout_key, unit_scales
+from safeicrl.policies import checkpoint
+from safeicrl.policies.policy import Policy, load_policy
+from safeicrl.recipes import preset
 from safeicrl.train import EvalConfig, TrainConfig, train
 from safeicrl.trial import run_trials, sample_queue
-from safeicrl.windows import make_windows, measure_scales, to_go
 
 ROOM = SafeDarkRoom(size=3, obstacles=2, max_steps=5, episodes=4, train_budget=(1.0, 3.0), test_budget=(0.0, 3.0))
 SMALL = DecisionConfig(embedding=8, width=16, layers=2, heads=2, context=12, attention_dropout=0.0)

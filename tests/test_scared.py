@@ -13,17 +13,17 @@ import pytest
 from networks import QUEUE, ROOM, ROWS, STEPS, random_rows, random_weights
 from probe import Casino, Throw
 
-from safeicrl import checkpoint
-from safeicrl import replay as buffer
 from safeicrl.algos.api import METRICS
 from safeicrl.algos.scared import Scared, ScaredConfig, ScaredState, summary
 from safeicrl.envs.api import replace
 from safeicrl.errors import UserError
-from safeicrl.evaluate import evaluate, with_options
+from safeicrl.evaluation.evaluate import evaluate, with_options
 from safeicrl.nets.transformer import NetConfig
+from safeicrl.optimisers import replay as buffer
 from safeicrl.optimisers.ddpg import DDPG, DDPGConfig, Heads, Nets, Seen, paper_config
 from safeicrl.optimisers.ppo import PPO, ActorCritic, Batch, PPOConfig
 from safeicrl.penalty import PenaltyConfig, collect_costs
+from safeicrl.policies import checkpoint
 from safeicrl.trial import sample_queue
 
 OPTIMISERS = ("ppo", "ddpg")

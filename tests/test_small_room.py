@@ -7,7 +7,7 @@ from rich.console import Console
 
 from safeicrl.algos.scared import Scared, ScaredConfig
 from safeicrl.envs.dark_room import SafeDarkRoom
-from safeicrl.evaluate import evaluate, with_options
+from safeicrl.evaluation.evaluate import evaluate, with_options
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers.ppo import PPOConfig
 from safeicrl.penalty import PenaltyConfig

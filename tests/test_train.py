@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from standin import ROOM, TableAlgorithm, TableConfig
 
-from safeicrl import checkpoint
 from safeicrl.algos.api import METRICS
 from safeicrl.errors import UserError
+from safeicrl.evaluation.results import Summary, load_results, results_equal
 from safeicrl.log import read_metrics
-from safeicrl.results import Summary, load_results, results_equal
+from safeicrl.policies import checkpoint
 from safeicrl.signals import StopRequest
 from safeicrl.train import EvalConfig, TrainConfig, rank, train
 

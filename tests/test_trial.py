@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from probe import Push
 
+from safeicrl.agents.reference import RandomAgent
 from safeicrl.envs.dark_room import SafeDarkRoom
-from safeicrl.reference import RandomAgent
 from safeicrl.trial import episode_sums, run_trials, sample_queue
 
 KEY = jax.random.key(0)

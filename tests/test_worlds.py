@@ -15,25 +15,26 @@ import numpy as np
 import pytest
 from probe import Push
 
+from safeicrl.agents.reference import RandomAgent
 from safeicrl.cli import main
-from safeicrl.contenders import reference
-from safeicrl.envs import draw, physics, scene
+from safeicrl.envs import draw
 from safeicrl.envs.api import Box, EnvSpec
+from safeicrl.envs.mujoco import physics, scene
 from safeicrl.envs.registry import make_env
 from safeicrl.envs.revealed import Revealed
 from safeicrl.errors import Approximation, UserError
-from safeicrl.evaluate import evaluate
-from safeicrl.film import FRAMES, chosen_steps
+from safeicrl.evaluation.evaluate import evaluate
+from safeicrl.evaluation.results import Results, load_results, relative, save_results, summarise
 from safeicrl.optimisers.ddpg import Critics, Seen
-from safeicrl.reference import RandomAgent
-from safeicrl.results import Results, load_results, relative, save_results, summarise
+from safeicrl.policies.contenders import reference
+from safeicrl.show.robot_film import FRAMES, chosen_steps
 
 pytest.importorskip("mujoco")
 
-from safeicrl import demo
-from safeicrl.policy import load_policy
-from safeicrl.presets import PRESETS, STARTS_FROM, WORLDS, load_experiment, preset
-from safeicrl.robots import shoot
+from safeicrl.policies.policy import load_policy
+from safeicrl.recipes import PRESETS, STARTS_FROM, WORLDS, load_experiment, preset
+from safeicrl.show import demo
+from safeicrl.show.shoot import shoot
 from safeicrl.train import train
 
 # -- the revealed environment

@@ -9,12 +9,12 @@ from safeicrl.version import VERSION as __version__
 # The public names and where they live. Imported when first used: plots and reports run without JAX.
 _PUBLIC = {
     "UserError": "errors",
-    "load_policy": "policy",
-    "load_results": "results",
+    "load_policy": "policies.policy",
+    "load_results": "evaluation.results",
     "make_env": "envs.registry",
     "run_trials": "trial",
-    "save_results": "results",
-    "summarise": "results",
+    "save_results": "evaluation.results",
+    "summarise": "evaluation.results",
 }
 
 __all__ = [*_PUBLIC, "__version__"]

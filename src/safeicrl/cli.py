@@ -98,7 +98,7 @@ def _first_line(thing: Any) -> str:
 
 def train(args: list[str]) -> None:
     """Train an agent: --preset NAME, or --algo NAME --env NAME, any setting by its name; or --resume RUN_DIR."""
-    from safeicrl.presets import PRESETS, STARTS_FROM, Experiment, experiment, load_experiment, preset
+    from safeicrl.recipes import PRESETS, STARTS_FROM, Experiment, experiment, load_experiment, preset
     from safeicrl.train import TrainConfig
     from safeicrl.train import train as run
 
@@ -182,12 +182,12 @@ def _check_resumable(saved: Any, asked: Any) -> None:
 
 def collect(args: list[str]) -> None:
     """Collect learning histories for Safe AD, or demonstrations; the same command goes on after an interrupt."""
-    from safeicrl.collect import collect as learn
-    from safeicrl.collect import default_config, progress_table
     from safeicrl.config import env_from_plain
-    from safeicrl.demonstrations import EpsConfig, collect_demonstrations
     from safeicrl.envs.registry import make_env, parse_parameters
-    from safeicrl.histories import export_minari
+    from safeicrl.histories.collect import collect as learn
+    from safeicrl.histories.collect import default_config, progress_table
+    from safeicrl.histories.demonstrations import EpsConfig, collect_demonstrations
+    from safeicrl.histories.store import export_minari
 
     name, who = _option(args, "--env") or "safe-dark-room", _option(args, "--by") or "ppo-lag"
     if who not in ("ppo-lag", "eps"):
@@ -251,8 +251,8 @@ class Evaluate:
 
 def evaluate(args: list[str]) -> None:
     """Evaluate a frozen agent on unseen tasks: the paper's protocol."""
-    from safeicrl.report import seeds_table, summary_table
-    from safeicrl.results import save_results
+    from safeicrl.evaluation.results import save_results
+    from safeicrl.evaluation.tables import seeds_table, summary_table
 
     asked = _parse("evaluate", Evaluate, args)
     contenders, results = _contenders(asked), {}
@@ -283,8 +283,8 @@ def _suffixed(out: Path, name: str) -> Path:
 def _contenders(asked: Evaluate) -> dict[str, Any]:
     """Who was asked for, by name: one agent, or the seeds of a run."""
     from safeicrl.config import env_from_plain
-    from safeicrl.contenders import reference, released_seeds
     from safeicrl.envs.registry import parse_parameters
+    from safeicrl.policies.contenders import reference, released_seeds
 
     if (asked.policy is None) == (asked.agent is None):
         raise UserError("evaluate needs either a policy (name, path or run folder) or --agent, not both")
@@ -328,8 +328,8 @@ class Export:
 def export(args: list[str]) -> None:
     """Write one policy and its card, to take elsewhere or to ship."""
     from safeicrl.envs.registry import parse_parameters
-    from safeicrl.export import export_policy
-    from safeicrl.policy import load_policy
+    from safeicrl.policies.export import export_policy
+    from safeicrl.policies.policy import load_policy
 
     asked = _parse("export", Export, args)
     if asked.policy is None or asked.out is None:
@@ -366,8 +366,8 @@ class Compare:
 
 def compare(args: list[str]) -> None:
     """Where agents stand between two reference lines that met the same tasks."""
-    from safeicrl.report import relative_table
-    from safeicrl.results import load_results
+    from safeicrl.evaluation.results import load_results
+    from safeicrl.evaluation.tables import relative_table
 
     asked = _parse("compare", Compare, args)
     if not asked.files:
@@ -388,7 +388,7 @@ class Plot:
 
 def plot(args: list[str]) -> None:
     """Draw the paper's figures from results files, and training curves from run folders."""
-    from safeicrl.report import draw_all
+    from safeicrl.evaluation.tables import draw_all
 
     asked = _parse("plot", Plot, args)
     if not asked.files:
@@ -412,7 +412,7 @@ class Demo:
 
 def demo(args: list[str]) -> None:
     """Agents on unseen tasks: a table, the figures, an animation of one task being learned."""
-    from safeicrl.demo import run, world_name
+    from safeicrl.show.demo import run, world_name
 
     asked = _parse("demo", Demo, args)
     world_name(asked.world)  # a wrong one is told before anything is written
@@ -428,10 +428,10 @@ class List:
 def list_names(args: list[str]) -> None:
     """Environments, policies, agents, algorithms and presets by name."""
     from safeicrl.algos.registry import ALGOS
-    from safeicrl.contenders import DESCRIPTIONS
     from safeicrl.envs.registry import ENVS
-    from safeicrl.policy import policy_names
-    from safeicrl.presets import PRESETS
+    from safeicrl.policies.contenders import DESCRIPTIONS
+    from safeicrl.policies.policy import policy_names
+    from safeicrl.recipes import PRESETS
 
     _parse("list", List, args)
     table = Table(box=None, pad_edge=False)

@@ -20,16 +20,16 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from safeicrl import checkpoint
 from safeicrl.algos.api import METRICS, Algorithm
 from safeicrl.algos.registry import algo_name
-from safeicrl.envs import physics
 from safeicrl.envs.api import PyTree
+from safeicrl.envs.mujoco import physics
 from safeicrl.errors import UserError, check_integer, check_number
-from safeicrl.evaluate import describe_env, evaluate, surroundings, with_options
+from safeicrl.evaluation.evaluate import describe_env, evaluate, surroundings, with_options
+from safeicrl.evaluation.results import Results, Summary, summarise
 from safeicrl.files import read_json, write_json
 from safeicrl.log import JsonLines, Sink, TensorBoard, Terminal, WandB
-from safeicrl.results import Results, Summary, summarise
+from safeicrl.policies import checkpoint
 from safeicrl.signals import StopRequest
 
 FAILURES = 3  # non-finite iterations in a row after which a run gives up

@@ -17,9 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from safeicrl.envs.api import Env, Grid, Key, PyTree, record, replace
-from safeicrl.errors import UserError, check_integer, check_number
-from safeicrl.mlp import (
+from safeicrl.agents.mlp import (
     MlpAgent,
     Net,
     Normaliser,
@@ -30,6 +28,8 @@ from safeicrl.mlp import (
     first_normaliser,
     input_size,
 )
+from safeicrl.envs.api import Env, Grid, Key, PyTree, record, replace
+from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.heads import Distribution
 from safeicrl.returns import linear_recurrence
 

@@ -12,7 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from safeicrl.agent import NetAgent
+from safeicrl.agents.in_context import NetAgent
 from safeicrl.envs.api import Env, Key, PyTree, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.attention import MAX_TRIALS

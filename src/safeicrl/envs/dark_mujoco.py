@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from safeicrl.envs import models, physics, spawn
+from safeicrl.envs import spawn
 from safeicrl.envs.api import Box, EnvSpec, Key, Split, Step, check_split, record
-from safeicrl.envs.physics import Job, RobotState
+from safeicrl.envs.mujoco import models, physics
+from safeicrl.envs.mujoco.physics import Job, RobotState
 from safeicrl.errors import UserError, check_integer, check_number, check_range
 
 EXTENT = 1.5  # the arena is [−EXTENT, EXTENT]², metres

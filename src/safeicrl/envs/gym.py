@@ -21,11 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium import spaces
 
-from safeicrl.envs import draw, scene
+from safeicrl.envs import draw
 from safeicrl.envs.api import Box, Discrete, Env, Grid, PyTree, check_split
 from safeicrl.envs.dark_mujoco import Arena, SafeDarkCar, SafeDarkMujoco, SafeDarkPoint
 from safeicrl.envs.dark_room import Room, RoomState, SafeDarkRoom
-from safeicrl.envs.physics import RobotState
+from safeicrl.envs.mujoco import scene
+from safeicrl.envs.mujoco.physics import RobotState
 from safeicrl.envs.registry import make_env, parameters_of
 from safeicrl.envs.safe_velocity import SafeVelocity, SafeVelocityAnt, SafeVelocityHalfCheetah, SpeedLimit
 from safeicrl.errors import UserError, unknown_name

@@ -16,15 +16,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from safeicrl import replay as buffer
-from safeicrl.agent import NetAgent
+from safeicrl.agents.in_context import NetAgent
 from safeicrl.envs.api import Box, Discrete, Env, EnvSpec, Key, PyTree, centre_and_half, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.heads import Categorical, Distribution, PolicyNet
 from safeicrl.nets.layers import MLP, Linear, in_new_units
 from safeicrl.nets.transformer import NetConfig
+from safeicrl.optimisers import replay as buffer
+from safeicrl.optimisers.replay import Replay
 from safeicrl.penalty import PenaltyConfig, excess_cost, net_reward, over_budget
-from safeicrl.replay import Replay
 from safeicrl.returns import linear_recurrence, reward_discount, shift
 from safeicrl.trial import Trials
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from safeicrl.agent import NetAgent
+from safeicrl.agents.in_context import NetAgent
 from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.heads import Critic, PolicyNet

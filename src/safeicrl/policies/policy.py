@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from safeicrl import checkpoint
 from safeicrl.config import env_from_plain, from_plain
 from safeicrl.envs.api import Discrete, Env, Grid, Key, PyTree
 from safeicrl.errors import BeyondTraining, UserError, check_budget, check_integer, check_seed, unknown_name
-from safeicrl.evaluate import with_options
+from safeicrl.evaluation.evaluate import with_options
+from safeicrl.policies import checkpoint
 from safeicrl.tokens import Token, first_token, next_token, usable_budget
 from safeicrl.trial import Agent
 
@@ -84,7 +84,7 @@ def find_policy(name_or_path: str | Path) -> Path:
 
 
 def _net(card: dict[str, Any], env: Env) -> Agent:
-    from safeicrl.agent import NetAgent
+    from safeicrl.agents.in_context import NetAgent
     from safeicrl.nets.heads import PolicyNet
     from safeicrl.nets.transformer import NetConfig
 
@@ -93,8 +93,8 @@ def _net(card: dict[str, Any], env: Env) -> Agent:
 
 
 def _decision(card: dict[str, Any], env: Env) -> Agent:
-    from safeicrl.decision import DecisionAgent
-    from safeicrl.nets.decision import DecisionConfig, DecisionNet, unit_scales
+    from safeicrl.agents.decision import DecisionAgent
+    from safeicrl.nets.decision_transformer import DecisionConfig, DecisionNet, unit_scales
 
     net = DecisionNet(from_plain(DecisionConfig, card["net"], "net"), env.spec, jax.random.key(0))
     temperature = 1.0 if isinstance(env.spec.action, Discrete) else 0.0
@@ -102,7 +102,7 @@ def _decision(card: dict[str, Any], env: Env) -> Agent:
 
 
 def _mlp(card: dict[str, Any], env: Env) -> Agent:
-    from safeicrl.mlp import MlpAgent
+    from safeicrl.agents.mlp import MlpAgent
 
     return MlpAgent.build(env.spec, tuple(card["hidden"]))
 

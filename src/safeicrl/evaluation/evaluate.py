@@ -15,7 +15,7 @@ import numpy as np
 from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, Split, check_split, replace
 from safeicrl.envs.registry import ENVS
 from safeicrl.errors import UserError, check_budget, check_integer, check_number, check_seed
-from safeicrl.results import Results
+from safeicrl.evaluation.results import Results
 from safeicrl.tokens import Token, first_token
 from safeicrl.trial import Agent, Episodes, WrappedAgent, episode_sums, run_trials
 from safeicrl.version import VERSION

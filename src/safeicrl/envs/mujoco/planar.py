@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from safeicrl.envs import models
+from safeicrl.envs.mujoco import models
 
 Advance = Callable[[jax.Array, jax.Array, jax.Array, int], tuple[jax.Array, jax.Array]]
 

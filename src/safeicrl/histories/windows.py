@@ -12,7 +12,7 @@ import numpy as np
 
 from safeicrl.envs.api import Box, EnvSpec, Key, record
 from safeicrl.errors import UserError
-from safeicrl.nets.decision import Scales, Steps
+from safeicrl.nets.decision_transformer import Scales, Steps
 
 
 @record

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safeicrl.agents.reference import ExplorerAgent, PlannerAgent, RandomAgent
 from safeicrl.envs.api import Env
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.envs.wrapped import Wrapped
 from safeicrl.errors import Approximation, UserError, check_budget, unknown_name
-from safeicrl.evaluate import WipedAgent, evaluate, with_options
-from safeicrl.policy import Policy, changed_env, load_policy, policy_names, run_policies
-from safeicrl.reference import ExplorerAgent, PlannerAgent, RandomAgent
-from safeicrl.results import Results
+from safeicrl.evaluation.evaluate import WipedAgent, evaluate, with_options
+from safeicrl.evaluation.results import Results
+from safeicrl.policies.policy import Policy, changed_env, load_policy, policy_names, run_policies
 from safeicrl.trial import Agent
 
 

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from safeicrl import checkpoint
 from safeicrl.config import env_from_plain
 from safeicrl.envs.api import Env
 from safeicrl.errors import UserError
-from safeicrl.evaluate import describe_env, surroundings, with_options
-from safeicrl.policy import (
+from safeicrl.evaluation.evaluate import describe_env, surroundings, with_options
+from safeicrl.evaluation.results import Summary, load_results, summarise
+from safeicrl.policies import checkpoint
+from safeicrl.policies.policy import (
     PRETRAINED,
     SEED,
     changed_env,
@@ -25,7 +26,6 @@ from safeicrl.policy import (
     policy_names,
     run_policies,
 )
-from safeicrl.results import Summary, load_results, summarise
 from safeicrl.train import rank
 from safeicrl.trial import Agent
 

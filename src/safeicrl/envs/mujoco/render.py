@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from safeicrl.envs import models
+from safeicrl.envs.mujoco import models
 from safeicrl.errors import UserError
 
 SIZE = 480  # pixels, width and height

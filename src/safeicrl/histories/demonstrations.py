@@ -17,9 +17,9 @@ import numpy as np
 from safeicrl.envs.api import Env, Key, PyTree, record, replace
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.errors import UserError, check_budget, check_integer, check_number
-from safeicrl.evaluate import describe_env, surroundings
-from safeicrl.histories import TRUNCATED, Histories, HistoryWriter, open_histories
-from safeicrl.reference import Plan, PlannerAgent
+from safeicrl.evaluation.evaluate import describe_env, surroundings
+from safeicrl.histories.store import TRUNCATED, Histories, HistoryWriter, open_histories
+from safeicrl.agents.reference import Plan, PlannerAgent
 from safeicrl.tokens import Token
 from safeicrl.trial import run_trials
 

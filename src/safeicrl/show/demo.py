@@ -7,17 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from safeicrl import film, plots
-from safeicrl.animation import Replay, animate
-from safeicrl.contenders import Contender, reference, released
 from safeicrl.envs.api import Env
 from safeicrl.envs.dark_room import Room, SafeDarkRoom
 from safeicrl.envs.registry import make_env
 from safeicrl.envs.wrapped import Wrapped
 from safeicrl.errors import UserError, check_integer, unknown_name
-from safeicrl.report import group, summary_table
-from safeicrl.results import Results, save_results
-from safeicrl.robots import shoot
+from safeicrl.evaluation import plots
+from safeicrl.evaluation.results import Results, save_results
+from safeicrl.evaluation.tables import group, summary_table
+from safeicrl.policies.contenders import Contender, reference, released
+from safeicrl.show import robot_film as film
+from safeicrl.show.room_film import Replay, animate
+from safeicrl.show.shoot import shoot
 from safeicrl.trial import run_trials
 
 # What to call a world here → its environment, which is also the name of the policy that ships for it.

@@ -9,8 +9,8 @@ from rich import box
 from rich.table import Table
 
 from safeicrl.errors import UserError
+from safeicrl.evaluation.results import NUMBERS, Results, Summary, load_results, relative, standard_error, summarise
 from safeicrl.log import read_metrics
-from safeicrl.results import NUMBERS, Results, Summary, load_results, relative, standard_error, summarise
 
 
 def summary_table(results: Sequence[Results], title: str | None = None) -> Table:
@@ -98,7 +98,7 @@ def _number(value: float) -> str:
 
 def draw_all(files: Sequence[Path], out: Path, extension: str = "png") -> list[Path]:
     """Every figure that the files have the numbers for; results of one name are its seeds, drawn as a band."""
-    from safeicrl import plots
+    from safeicrl.evaluation import plots
 
     runs, results = [], []
     for file in files:

@@ -21,8 +21,8 @@ from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
 from safeicrl.envs.api import PyTree
 from safeicrl.errors import UserError, check_number
+from safeicrl.evaluation.results import Results, save_results
 from safeicrl.files import atomic_write, make_folder, plain, read_json, write_json
-from safeicrl.results import Results, save_results
 from safeicrl.version import VERSION
 
 FORMAT = 1  # raised when a file of the old form can no longer be read

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from safeicrl.contenders import Contender
-from safeicrl.envs import models, scene
 from safeicrl.envs.api import Box, Env, EnvSpec, Key, PyTree, Split, Step, replace
+from safeicrl.envs.mujoco import models, scene
 from safeicrl.envs.wrapped import Wrapped
 from safeicrl.errors import UserError
-from safeicrl.film import Film, chosen_steps
+from safeicrl.policies.contenders import Contender
+from safeicrl.show.robot_film import Film, chosen_steps
 from safeicrl.tokens import Token
 from safeicrl.trial import WrappedAgent, run_trials
 

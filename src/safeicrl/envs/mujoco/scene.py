@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from safeicrl.envs import draw, render
+from safeicrl.envs import draw
 from safeicrl.envs.api import PyTree
 from safeicrl.envs.dark_mujoco import EXTENT, GOAL_RADIUS, HAZARD_RADIUS, SafeDarkMujoco
+from safeicrl.envs.mujoco import render
 
 ABOVE = render.View(distance=4.6, elevation=-70.0)  # the arena, from above and slightly aside
 OVER = render.View(distance=5.0, elevation=-60.0, follow=True)  # a running robot, from above as well

@@ -151,7 +151,7 @@ def _darkroom_small() -> Experiment:
 def _safe_ad(name: str) -> Experiment:
     """Safe AD on the histories that `safeicrl collect --env NAME` writes, at the sizes of the paper's table."""
     from safeicrl.algos.safe_ad import SafeADConfig
-    from safeicrl.nets.decision import DecisionConfig
+    from safeicrl.nets.decision_transformer import DecisionConfig
 
     env, histories = make_env(name), f"histories/{name}"
     if isinstance(env.spec.observation, Grid):
@@ -192,7 +192,7 @@ def _point_safe_ad() -> Experiment:
 def _darkroom_safe_ad_small() -> Experiment:
     """Safe AD in the 5×5 room of darkroom-small, on a CPU in minutes; docs/safe_ad.md says how to collect."""
     from safeicrl.algos.safe_ad import SafeADConfig
-    from safeicrl.nets.decision import DecisionConfig
+    from safeicrl.nets.decision_transformer import DecisionConfig
 
     net = DecisionConfig(
         embedding=32, width=64, layers=3, heads=2, context=48,

@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from safeicrl.envs import models
 from safeicrl.envs.api import record, replace
-from safeicrl.envs.planar import PLANAR
+from safeicrl.envs.mujoco import models
+from safeicrl.envs.mujoco.planar import PLANAR
 from safeicrl.errors import UserError, check_integer, unknown_name
 
 # Fewest worlds from which `auto` prefers an engine on an accelerator; `c` below the first. On a CPU `auto` is

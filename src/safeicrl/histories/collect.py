@@ -21,8 +21,8 @@ from rich.table import Table
 from safeicrl.algos.ppo_lag import Learner, PPOLagConfig, Rollout
 from safeicrl.envs.api import Discrete, Env, Grid, PyTree, Split, check_split
 from safeicrl.errors import UserError, check_budget, check_integer
-from safeicrl.evaluate import describe_env, surroundings
-from safeicrl.histories import STEPWISE, TRUNCATED, Histories, HistoryWriter, open_histories
+from safeicrl.evaluation.evaluate import describe_env, surroundings
+from safeicrl.histories.store import STEPWISE, TRUNCATED, Histories, HistoryWriter, open_histories
 from safeicrl.log import Terminal
 from safeicrl.signals import StopRequest
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from safeicrl.envs.api import Box, Discrete, Grid, Key, PyTree, record, replace
 from safeicrl.errors import UserError
-from safeicrl.nets.decision import DecisionNet, Scales, Steps
+from safeicrl.nets.decision_transformer import DecisionNet, Scales, Steps
 from safeicrl.nets.heads import Categorical
 from safeicrl.tokens import Token
 

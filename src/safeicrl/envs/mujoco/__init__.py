@@ -1,0 +1,1 @@
+"""MuJoCo's robots: models, physics, pictures."""

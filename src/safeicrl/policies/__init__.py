@@ -1,0 +1,1 @@
+"""Released policies: loaded, played, exported."""
