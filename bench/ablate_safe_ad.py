@@ -22,8 +22,10 @@ from rich.console import Console
 
 from safeicrl.algos.safe_ad import SafeAD, SafeADConfig
 from safeicrl.evaluation import plots
+from safeicrl.evaluation.archive import save_results
 from safeicrl.evaluation.evaluate import evaluate
-from safeicrl.evaluation.results import Results, save_results, standard_error, summarise
+from safeicrl.evaluation.results import Results
+from safeicrl.evaluation.statistics import standard_error, summarise
 from safeicrl.files import write_json
 from safeicrl.histories.store import Histories, open_histories
 from safeicrl.histories.windows import make_windows

@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
+from safeicrl.agents.api import WrappedAgent
 from safeicrl.envs.api import Key, PyTree
-from safeicrl.evaluation.evaluate import evaluate, surroundings
+from safeicrl.evaluation.evaluate import evaluate
 from safeicrl.files import write_json
 from safeicrl.policies.policy import load_policy
+from safeicrl.provenance import surroundings
 from safeicrl.tokens import Token
-from safeicrl.trial import WrappedAgent
 
 SHARES = (0.0, 0.1, 0.3, 1.0)
 SLOW = 0.03  # metres a step, below which thrust is eased

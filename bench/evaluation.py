@@ -10,7 +10,7 @@ from common import provenance
 from rich.console import Console
 
 from safeicrl.evaluation.evaluate import evaluate
-from safeicrl.evaluation.results import summarise
+from safeicrl.evaluation.statistics import summarise
 from safeicrl.files import write_json
 from safeicrl.policies.contenders import released
 

@@ -13,14 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
+from safeicrl.agents.api import Agent, WrappedAgent, with_options
 from safeicrl.envs.api import Key, PyTree, replace
-from safeicrl.evaluation.evaluate import describe_env, evaluate, surroundings, with_options
+from safeicrl.envs.registry import env_to_plain
+from safeicrl.evaluation.evaluate import evaluate
 from safeicrl.evaluation.results import Results
 from safeicrl.files import write_json
-from safeicrl.policies import checkpoint
-from safeicrl.policies.policy import find_policy, load_agent
+from safeicrl.policies import cards
+from safeicrl.policies.catalogue import find_policy, load_agent
+from safeicrl.provenance import surroundings
 from safeicrl.tokens import Token
-from safeicrl.trial import Agent, WrappedAgent
 
 
 class Held(WrappedAgent):
@@ -50,7 +52,7 @@ def main() -> None:
     args = parser.parse_args()
 
     path = find_policy(args.policy)
-    card = checkpoint.read_card(path)
+    card = cards.read_card(path)
     env, agent = load_agent(path, card)
     context = args.window * env.spec.max_steps
     _, short = load_agent(path, {**card, "net": {**card["net"], "context": context}})  # no weight depends on it
@@ -72,7 +74,7 @@ def main() -> None:
             f"{found[name]['costs'][-1]:.2f} in the last"
         )
     if args.out is not None:
-        asked = {"policy": args.policy, "env": describe_env(env), "tasks": args.tasks, "seed": args.seed}
+        asked = {"policy": args.policy, "env": env_to_plain(env), "tasks": args.tasks, "seed": args.seed}
         write_json(args.out, {**asked, "agents": found, **surroundings()})
 
 

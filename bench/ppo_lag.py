@@ -17,9 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from safeicrl.agents.reference import optimum
-from safeicrl.algos.ppo_lag import Learner, PPOLagConfig, default_config
+from safeicrl.algos.ppo_lag import default_config
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.files import write_json
+from safeicrl.optimisers.lagrangian import Learner, PPOLagConfig
 
 ENV = SafeDarkRoom()
 

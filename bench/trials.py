@@ -17,7 +17,7 @@ from common import fastest, provenance
 from rich.console import Console
 from rich.table import Table
 
-from safeicrl.agents.in_context import NetAgent
+from safeicrl.agents.in_context import InContextAgent
 from safeicrl.agents.reference import RandomAgent
 from safeicrl.algos.scared import Scared, ScaredConfig
 from safeicrl.envs.api import replace
@@ -36,10 +36,10 @@ UPDATES = ((8, 32), (4, 32), (2, 32), (2, 64))  # heads and rows
 def play(rows: int, args: argparse.Namespace) -> dict[str, float]:
     """Whole trials of the paper's network on `rows` unseen rooms."""
     tasks, budgets = sample_queue(ENV, "test", ENV.spec.test_budget, (rows, 1), jax.random.key(args.seed))
-    agent = NetAgent(PolicyNet(NetConfig(), ENV.spec, jax.random.key(args.seed)))
+    agent = InContextAgent(PolicyNet(NetConfig(), ENV.spec, jax.random.key(args.seed)))
 
     @eqx.filter_jit
-    def run(agent: NetAgent, key: jax.Array) -> Any:
+    def run(agent: InContextAgent, key: jax.Array) -> Any:
         trials = run_trials(
             ENV, agent, tasks, budgets, key, episodes=ENV.episodes, steps=args.steps, segments=args.segments
         )

@@ -119,5 +119,5 @@ class TableAlgorithm:
 
 
 if "table" not in registry.ALGOS:
-    entry = registry.Entry(module=__name__, algorithm="TableAlgorithm", config="TableConfig")
+    entry = registry.Entry(algorithm=f"{__name__}:TableAlgorithm", config=f"{__name__}:TableConfig")
     registry.register("table", entry)

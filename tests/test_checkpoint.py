@@ -11,7 +11,7 @@ import pytest
 
 from safeicrl.errors import UserError
 from safeicrl.evaluation.results import Results
-from safeicrl.policies import checkpoint
+from safeicrl.policies import cards, checkpoint
 
 
 def tree():
@@ -182,7 +182,7 @@ def save_policy(path, value: float) -> None:
     numbers = np.full((2, 3), value)
     evaluation = Results(returns=numbers, costs=numbers, lengths=numbers, budgets=numbers[:, 0], meta={"is": value})
     card = {"kind": "net", "env": {}, "is": value}
-    checkpoint.save_policy(path, {"x": jnp.full(4, value)}, card, evaluation)
+    cards.save_policy(path, {"x": jnp.full(4, value)}, card, evaluation)
 
 
 @pytest.mark.parametrize("full_at", ["p.safetensors", "p.json", "p-evaluation.npz", "p-evaluation.json"])
@@ -207,18 +207,18 @@ def test_a_disk_that_fills_up_never_leaves_files_of_two_policies(tmp_path, monke
 
 def test_cards_are_checked(tmp_path):
     path = tmp_path / "p.safetensors"
-    checkpoint.save_policy(path, {"x": jnp.zeros(1)}, {"kind": "net", "env": {}})
-    assert checkpoint.read_card(path)["kind"] == "net"
+    cards.save_policy(path, {"x": jnp.zeros(1)}, {"kind": "net", "env": {}})
+    assert cards.read_card(path)["kind"] == "net"
     card = path.with_suffix(".json")
     card.write_text(json.dumps({"kind": "net"}))
     with pytest.raises(UserError, match="no policy card"):
-        checkpoint.read_card(path)
+        cards.read_card(path)
     card.write_text('{"kind": "net", ')
     with pytest.raises(UserError, match="no policy card"):
-        checkpoint.read_card(path)
+        cards.read_card(path)
     card.write_text(json.dumps({"kind": "net", "env": {}, "format": 99}))
     with pytest.raises(UserError, match="format 99"):
-        checkpoint.read_card(path)
+        cards.read_card(path)
 
 
 @pytest.mark.parametrize(
@@ -239,8 +239,8 @@ def test_a_field_of_a_card_that_is_of_another_type_is_named(tmp_path, field, rig
     for value in right + wrong:
         (tmp_path / "p.json").write_text(json.dumps({**card, field: value}))
         if value in right:
-            assert checkpoint.read_card(tmp_path / "p.safetensors")[field] == value
+            assert cards.read_card(tmp_path / "p.safetensors")[field] == value
             continue
         with pytest.raises(UserError, match=f"p.json: '{field}' must be a.*, got ") as error:
-            checkpoint.read_card(tmp_path / "p.safetensors")
+            cards.read_card(tmp_path / "p.safetensors")
         assert len(str(error.value)) < len(str(tmp_path)) + 150

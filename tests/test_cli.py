@@ -17,10 +17,10 @@ from safeicrl.cli import main
 from safeicrl.config import from_plain
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.errors import UserError
-from safeicrl.evaluation.results import load_results, results_equal
+from safeicrl.evaluation.archive import load_results, results_equal
 from safeicrl.evaluation.tables import group
 from safeicrl.log import read_metrics
-from safeicrl.policies import policy as policies
+from safeicrl.policies import catalogue
 from safeicrl.policies.policy import load_policy
 from safeicrl.recipes import Experiment, load_experiment
 from safeicrl.show.demo import contenders, replay, run
@@ -180,7 +180,7 @@ def test_evaluate_writes_results(tmp_path, capsys):
 @pytest.fixture
 def table_kind(monkeypatch):
     make = lambda card, env: TableAgent(table=jnp.zeros((env.size**2, 5)), size=env.size)  # noqa: E731
-    monkeypatch.setitem(policies.KINDS, "table", make)
+    monkeypatch.setitem(catalogue.KINDS, "table", make)
 
 
 @pytest.mark.usefixtures("table_kind")
@@ -236,7 +236,7 @@ def test_what_chose_a_runs_best_policies_is_drawn_and_compared_like_any_results(
     assert len(group([load_results(path) for path in kept])) == 1  # seeds of one agent
     assert main(["plot", *kept, "--out", str(figures)]) == 0
     assert (figures / "episodes.png").stat().st_size > 5000
-    assert list(policies.run_policies(run)) == [0, 1]
+    assert list(catalogue.run_policies(run)) == [0, 1]
     lines = {}
     for name in ("planner", "random"):
         lines[name] = str(tmp_path / name)
@@ -303,7 +303,7 @@ def test_the_module_is_the_program():
 def test_the_library_runs_without_the_command_lines_packages():
     code = (
         "import sys; sys.modules |= {'tyro': None, 'gymnasium': None};"
-        "import safeicrl.train, safeicrl.presets, safeicrl.policy, safeicrl.show.demo"
+        "import safeicrl.train, safeicrl.recipes, safeicrl.policies.policy, safeicrl.show.demo"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 from standin import ROOM, TableAgent
 
+import safeicrl
 from safeicrl import load_policy
-from safeicrl.agents.in_context import NetAgent
+from safeicrl.agents.in_context import InContextAgent
 from safeicrl.cli import main
-from safeicrl.evaluation.evaluate import describe_env
-from safeicrl.evaluation.results import Results, Summary, load_results, results_equal, save_results, summarise
+from safeicrl.envs.registry import env_to_plain
+from safeicrl.evaluation.archive import load_results, results_equal, save_results
+from safeicrl.evaluation.results import Results
+from safeicrl.evaluation.statistics import Summary, summarise
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
-from safeicrl.policies import checkpoint
-from safeicrl.policies import policy as policies
+from safeicrl.policies import cards, catalogue
 from safeicrl.policies.export import best_seed, export_policy
 
 TOLERANCE = 0.03
@@ -35,7 +37,7 @@ def card(seed: int, total: float, over: float) -> dict:
     )  # fmt: skip
     return {
         "kind": "table",
-        "env": describe_env(ROOM),
+        "env": env_to_plain(ROOM),
         "temperature": 0.5,
         "training": {"train": {"evaluation": {"tolerance": TOLERANCE}}, "command": "train", "seed": seed},
         "evaluation": {"actions": "sampled, temperature 0.5", "summary": dataclasses.asdict(summary)},
@@ -46,10 +48,10 @@ def card(seed: int, total: float, over: float) -> dict:
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A run of three seeds: the most return at too many violations, the best, the safest."""
-    monkeypatch.setitem(policies.KINDS, "table", lambda card, env: agent(0))
+    monkeypatch.setitem(catalogue.KINDS, "table", lambda card, env: agent(0))
     folder = tmp_path / "run"
     for seed, (total, over) in {3: (9.0, 0.04), 10: (2.0, 0.03), 11: (1.0, 0.01)}.items():
-        checkpoint.save_policy(folder / f"best-seed{seed}.safetensors", agent(seed), card(seed, total, over))
+        cards.save_policy(folder / f"best-seed{seed}.safetensors", agent(seed), card(seed, total, over))
     return folder
 
 
@@ -80,7 +82,7 @@ def test_the_card_says_what_it_is(run, tmp_path, capsys):
     out = tmp_path / "mine.json"
     command = ["export", str(run), "--seed", "11", "--out", str(out), "--name", "toy", "--description", "a table"]
     assert main([command[0], "--limit", "one room", *command[1:], "--limit", "δ ≥ 1"]) == 0
-    found, before = checkpoint.read_card(out), checkpoint.read_card(run / "best-seed11.json")
+    found, before = cards.read_card(out), cards.read_card(run / "best-seed11.json")
     assert list(found)[:2] == ["name", "description"]
     assert {key: found.pop(key) for key in ("name", "description")} == {"name": "toy", "description": "a table"}
     assert found.pop("exported")["from"] == str(run / "best-seed11.safetensors")
@@ -89,13 +91,13 @@ def test_the_card_says_what_it_is(run, tmp_path, capsys):
     wrote, line = capsys.readouterr().out.splitlines()
     assert wrote.startswith(f"wrote {out.with_suffix('.safetensors')} and {out}: ")
     assert wrote.endswith("best-seed11.safetensors, actions sampled, temperature 0.5")
-    namespace = {"safeicrl": policies}
+    namespace = {"safeicrl": safeicrl}
     exec(line.removeprefix("load it:  "), namespace)
     assert namespace["policy"].card["name"] == "toy"
     # another temperature than that of its evaluation is said
     assert main(["export", str(out), "--out", str(out), "--overwrite", "--temperature", "2"]) == 0
     assert "evaluation is of actions sampled, temperature 0.5" in capsys.readouterr().out
-    assert checkpoint.read_card(out)["name"] == "toy"
+    assert cards.read_card(out)["name"] == "toy"
 
 
 def test_a_policy_for_other_parameters_of_its_environment(run, tmp_path, capsys):
@@ -115,7 +117,7 @@ def test_a_policy_for_other_parameters_of_its_environment(run, tmp_path, capsys)
 def test_the_best_seed_is_the_trainers(run):
     assert best_seed(run) == 10
     for seed, over in ((10, 0.05), (11, 0.06)):  # none is safe: the fewest violations
-        checkpoint.save_policy(run / f"best-seed{seed}.safetensors", agent(seed), card(seed, 99.0, over))
+        cards.save_policy(run / f"best-seed{seed}.safetensors", agent(seed), card(seed, 99.0, over))
     assert best_seed(run) == 3
 
 
@@ -124,7 +126,7 @@ def test_an_evaluation_takes_the_place_of_trainings(run, tmp_path, capsys):
     assert main(["evaluate", str(run), "--tasks", "20", "--out", str(results)]) == 0
     found = load_results(f"{results}-seed10")
     path = export_policy(run, tmp_path / "mine", evaluation=f"{results}-seed10.json")
-    evaluation = checkpoint.read_card(path)["evaluation"]
+    evaluation = cards.read_card(path)["evaluation"]
     assert evaluation.pop("summary") == json.loads(json.dumps(dataclasses.asdict(summarise(found))))
     assert evaluation == {key: value for key, value in found.meta.items() if key != "card"}
     # and what was exported gives these results again
@@ -174,9 +176,9 @@ def test_an_evaluation_takes_the_place_of_trainings(run, tmp_path, capsys):
 def net_policy(path, seed: int, **changes) -> None:
     """A released policy of the library's own kind, never trained."""
     config = NetConfig(width=8, layers=1, heads=2, context=20)
-    own = NetAgent(net=PolicyNet(config, ROOM.spec, jax.random.key(seed)))
+    own = InContextAgent(net=PolicyNet(config, ROOM.spec, jax.random.key(seed)))
     content = {**card(seed, 1.0, 0.0), "kind": "net", "net": dataclasses.asdict(config), **changes}
-    checkpoint.save_policy(path, own, content)
+    cards.save_policy(path, own, content)
 
 
 def arrays(policy) -> list:
@@ -208,7 +210,7 @@ def test_the_mean_of_policies(tmp_path, capsys):
     again = ["export", str(out), "--out", str(tmp_path / "again"), "--evaluation", str(tmp_path / "whole")]
     assert main(again) == 0
     assert "mean of" not in capsys.readouterr().out
-    assert checkpoint.read_card(tmp_path / "again.json")["averaged_with"] == found.card["averaged_with"]
+    assert cards.read_card(tmp_path / "again.json")["averaged_with"] == found.card["averaged_with"]
     other = ["--out", str(tmp_path / "x"), "--evaluation", str(tmp_path / "part")]
     assert "the evaluation of another policy" in refused(capsys, "export", str(out), *other)
 
@@ -217,9 +219,9 @@ def test_what_cannot_be_averaged(run, tmp_path, capsys):
     first, there = tmp_path / "one" / "best-seed3.safetensors", tmp_path / "there.safetensors"
     net_policy(first, 3)
     net_policy(there, 4)
-    env = describe_env(dataclasses.replace(ROOM, alpha=0.25))
+    env = env_to_plain(dataclasses.replace(ROOM, alpha=0.25))
     net_policy(tmp_path / "env.safetensors", 5, env=env)
-    wider = {**checkpoint.read_card(first)["net"], "context": 40}
+    wider = {**cards.read_card(first)["net"], "context": 40}
     net_policy(tmp_path / "net.safetensors", 5, net=wider)
     net_policy(tmp_path / "mean.safetensors", 5, averaged_with=[])
     net_policy(tmp_path / "run" / "best-seed7.safetensors", 5)
@@ -240,7 +242,7 @@ def test_what_cannot_be_averaged(run, tmp_path, capsys):
     assert "has no policy of seed 11; it has those of 3" in line
     incomplete = tmp_path / "incomplete.safetensors"
     net_policy(incomplete, 4)
-    content = {key: value for key, value in checkpoint.read_card(incomplete).items() if key != "net"}
+    content = {key: value for key, value in cards.read_card(incomplete).items() if key != "net"}
     incomplete.with_suffix(".json").write_text(json.dumps(content))
     line = refused(capsys, "export", str(first), "--average", str(incomplete), "--out", str(tmp_path / "x"))
     assert "incomplete.json is an incomplete policy card: KeyError('net')" in line
@@ -298,11 +300,11 @@ def test_mistakes_are_one_line(run, tmp_path, capsys, monkeypatch, args, words):
 
 def test_cards_that_say_nothing_of_how_good_they_are(run, tmp_path, capsys):
     bare = {key: value for key, value in card(3, 0.0, 0.0).items() if key in ("kind", "env")}
-    checkpoint.save_policy(run / "best-seed3.safetensors", agent(3), bare)
+    cards.save_policy(run / "best-seed3.safetensors", agent(3), bare)
     command = ["export", str(run), "--out", str(tmp_path / "new")]
     assert "best-seed3.json has no evaluation to choose a seed by" in refused(capsys, *command)
     assert main([*command, "--seed", "3"]) == 0
-    assert checkpoint.read_card(tmp_path / "new.json")["limits"] == []
+    assert cards.read_card(tmp_path / "new.json")["limits"] == []
 
 
 @pytest.mark.parametrize(("field", "value"), [("evaluation", None), ("limits", None), ("limits", "abc")])

@@ -10,8 +10,8 @@ from gymnasium.utils.env_checker import check_env
 from probe import Push
 
 from safeicrl.envs.gym import GymEnv
+from safeicrl.envs.registry import WORLDS
 from safeicrl.errors import UserError
-from safeicrl.gym_ids import GYM_IDS
 
 ID = "safeicrl/SafeDarkRoom-v0"
 LAYOUT = {"goal": (0, 1), "obstacles": [(1, 1), (3, 3)]}  # in a 4×4 room, whose start is (2, 2)
@@ -23,7 +23,7 @@ def room(env: gymnasium.Env) -> tuple:
 
 
 def test_importing_the_package_registers():
-    assert set(GYM_IDS) <= set(gymnasium.registry)
+    assert {world.gym_id for world in WORLDS.values() if world.gym_id} <= set(gymnasium.registry)
 
 
 @pytest.mark.parametrize("render_mode", [None, "rgb_array", "ansi"])
@@ -139,7 +139,7 @@ def test_image_shows_obstacles_goal_path_and_agent():
 
 
 def test_any_environment_has_a_face():
-    """A custom environment object, unknown to FACES, with a real-valued observation and action."""
+    """A custom environment object, unknown to the registry, with a real-valued observation and action."""
     env = GymEnv(Push())
     with warnings.catch_warnings():
         warnings.simplefilter("error")

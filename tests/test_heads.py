@@ -11,7 +11,7 @@ from networks import random_weights
 from probe import Push
 from scipy.stats import norm
 
-from safeicrl.agents.in_context import NetAgent
+from safeicrl.agents.in_context import InContextAgent
 from safeicrl.agents.reference import RandomAgent
 from safeicrl.envs.api import Box, replace
 from safeicrl.envs.dark_room import SafeDarkRoom
@@ -174,7 +174,7 @@ def test_acting_and_learning_agree_on_another_range_of_actions():
     env = WidePush()
     net = eqx.filter_jit(PolicyNet)(SMALL, env.spec, jax.random.key(0))
     tasks, budgets = sample_queue(env, "train", (0.0, 2.0), (64, 1), jax.random.key(1))
-    trials = run_trials(env, NetAgent(net), tasks, budgets, jax.random.key(0), episodes=3, steps=12)
+    trials = run_trials(env, InContextAgent(net), tasks, budgets, jax.random.key(0), episodes=3, steps=12)
     assert trials.action.min() < -1.5
     assert trials.action.max() > 5.5
     np.testing.assert_array_equal(trials.token.action[:, 1:], trials.action[:, :-1])

@@ -7,9 +7,10 @@ import pytest
 from probe import Push
 
 from safeicrl.envs.dark_room import SafeDarkRoom
+from safeicrl.envs.registry import env_to_plain
 from safeicrl.errors import UserError
-from safeicrl.evaluation.evaluate import describe_env
-from safeicrl.histories.store import ARRAYS, STEPWISE, Histories, HistoryWriter, export_minari, open_histories
+from safeicrl.histories.minari import export_minari
+from safeicrl.histories.store import ARRAYS, STEPWISE, Histories, HistoryWriter, open_histories
 
 ROOM = SafeDarkRoom(size=3, obstacles=1, max_steps=3)
 STEPS = 7
@@ -33,7 +34,7 @@ def group(count: int, first: int = 0) -> dict[str, np.ndarray]:
 
 
 def writer(folder, env=ROOM, seed=0, histories=4) -> HistoryWriter:
-    request = {"env": describe_env(env), "algo": {"name": "by hand", "config": {}}, "collection": {"seed": seed}}
+    request = {"env": env_to_plain(env), "algo": {"name": "by hand", "config": {}}, "collection": {"seed": seed}}
     limit, task = np.arange(histories) / 2, np.arange(histories) // 2
     return HistoryWriter(folder, env=env, request=request, steps=STEPS, limit=limit, task=task)
 

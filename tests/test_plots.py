@@ -15,7 +15,8 @@ from rich.console import Console
 
 from safeicrl.errors import UserError
 from safeicrl.evaluation import plots
-from safeicrl.evaluation.results import Results, save_results
+from safeicrl.evaluation.archive import save_results
+from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.tables import draw_all, group, seeds_table, summary_table
 from safeicrl.show.room_film import Replay, animate, chosen_episodes
 

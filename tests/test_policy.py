@@ -11,13 +11,12 @@ import pytest
 from standin import ROOM, TableAgent
 
 from safeicrl import load_policy
-from safeicrl.agents.in_context import NetAgent
+from safeicrl.agents.in_context import InContextAgent
+from safeicrl.envs.registry import env_to_plain
 from safeicrl.errors import BeyondTraining, UserError
-from safeicrl.evaluation.evaluate import describe_env
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
-from safeicrl.policies import checkpoint
-from safeicrl.policies import policy as policies
+from safeicrl.policies import cards, catalogue
 from safeicrl.policies.policy import Policy
 from safeicrl.trial import run_trials, sample_queue
 
@@ -46,7 +45,7 @@ class Nosy(eqx.Module):
 
 
 def nosy() -> Policy:
-    card = {"kind": "nosy", "env": describe_env(ROOM)}
+    card = {"kind": "nosy", "env": env_to_plain(ROOM)}
     return Policy(env=ROOM, agent=Nosy(salt=jnp.int32(3)), card=card)
 
 
@@ -142,7 +141,7 @@ def test_k_is_the_algorithms_where_it_has_its_own():
         policy.act((1, 1), 0.0, 0.0, True)
 
 
-@pytest.mark.parametrize("name", policies.policy_names())
+@pytest.mark.parametrize("name", catalogue.policy_names())
 def test_a_shipped_policy_knows_what_it_was_trained_on(name):
     policy = load_policy(name)
     low, high = policy.env.spec.train_budget
@@ -166,11 +165,11 @@ def test_seeds_decide_sampled_actions():
 @pytest.fixture
 def released(tmp_path, monkeypatch):
     monkeypatch.setitem(
-        policies.KINDS, "table", lambda card, env: TableAgent(table=jnp.zeros((env.size**2, 5)), size=env.size)
+        catalogue.KINDS, "table", lambda card, env: TableAgent(table=jnp.zeros((env.size**2, 5)), size=env.size)
     )
     agent = TableAgent(table=jnp.arange(45.0).reshape(9, 5), size=3)
     path = tmp_path / "best-seed0.safetensors"
-    checkpoint.save_policy(path, agent, {"kind": "table", "env": describe_env(ROOM), "note": "δ"})
+    cards.save_policy(path, agent, {"kind": "table", "env": env_to_plain(ROOM), "note": "δ"})
     return path
 
 
@@ -186,7 +185,7 @@ def test_an_extension_of_ones_own(released, tmp_path):
     for extension in (".safetensors", ".json"):
         (tmp_path / f"b.txt{extension}").write_bytes(released.with_suffix(extension).read_bytes())
     for name in ("b.txt", "b.txt.json", "b.txt.safetensors"):
-        assert policies.find_policy(tmp_path / name) == tmp_path / "b.txt.safetensors"
+        assert catalogue.find_policy(tmp_path / name) == tmp_path / "b.txt.safetensors"
     (tmp_path / "b.txt").write_text("notes")  # of the two, the policy
     assert load_policy(tmp_path / "b.txt").card["note"] == "δ"
     released.rename(tmp_path / "best-seed0.weights")
@@ -194,15 +193,13 @@ def test_an_extension_of_ones_own(released, tmp_path):
 
 
 def test_a_runs_lowest_seed_comes_first(released):
-    card = checkpoint.read_card(released)
+    card = cards.read_card(released)
     for seed in (10, 2):
-        checkpoint.save_policy(
-            released.with_name(f"best-seed{seed}.safetensors"), load_table(), {**card, "note": seed}
-        )
+        cards.save_policy(released.with_name(f"best-seed{seed}.safetensors"), load_table(), {**card, "note": seed})
     assert load_policy(released.parent).card["note"] == "δ"
     released.unlink()
     assert load_policy(released.parent).card["note"] == 2
-    assert list(policies.run_policies(released.parent)) == [2, 10]
+    assert list(catalogue.run_policies(released.parent)) == [2, 10]
 
 
 def test_how_it_chooses_actions(released):
@@ -211,8 +208,8 @@ def test_how_it_chooses_actions(released):
     greedy = load_policy(released, greedy=True)
     greedy.start(budget=1)
     assert greedy.act((1, 1)) == 4
-    card = checkpoint.read_card(released)
-    checkpoint.save_policy(released, greedy.agent, {**card, "temperature": 0.25})
+    card = cards.read_card(released)
+    cards.save_policy(released, greedy.agent, {**card, "temperature": 0.25})
     assert load_policy(released).card["actions"] == "sampled, temperature 0.25"
 
 
@@ -224,7 +221,7 @@ def test_policies_that_are_none(released, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="holds no policy"):
         load_policy(tmp_path / "empty")
-    card = checkpoint.read_card(released)
+    card = cards.read_card(released)
     for changed, words in (
         ({"kind": "tabel"}, "unknown kind of policy 'tabel'"),
         ({"env": {"name": "safe-dark-room"}}, "incomplete policy card"),
@@ -235,7 +232,7 @@ def test_policies_that_are_none(released, tmp_path):
             r"shape \(9, 5\), expected \(25, 5\)",
         ),
     ):
-        checkpoint.save_policy(released, load_table(), {**card, **changed})
+        cards.save_policy(released, load_table(), {**card, **changed})
         with pytest.raises(UserError, match=words) as error:
             load_policy(released)
         assert "\n" not in str(error.value)
@@ -313,8 +310,8 @@ def test_a_released_network_acts_as_in_run_trials_and_rolls_on(tmp_path):
     # louder than a fresh network, whose small last layer would choose the same action everywhere
     net = jax.tree.map(lambda x: 8 * x if eqx.is_inexact_array(x) else x, net)
     path = tmp_path / "net.safetensors"
-    card = {"kind": "net", "net": dataclasses.asdict(config), "env": describe_env(ROOM)}
-    checkpoint.save_policy(path, NetAgent(net=net), card)
+    card = {"kind": "net", "net": dataclasses.asdict(config), "env": env_to_plain(ROOM)}
+    cards.save_policy(path, InContextAgent(net=net), card)
     policy = load_policy(path, greedy=True)
     tasks, budgets = sample_queue(ROOM, "test", (1, 3), (6, 1), jax.random.key(1))
     trials = run_trials(

@@ -11,16 +11,19 @@ import pytest
 from probe import Casino, Push, Throw
 
 from safeicrl import load_policy
-from safeicrl.agents.mlp import MlpAgent, Normaliser
+from safeicrl.agents.api import with_options
+from safeicrl.agents.mlp import MlpAgent
 from safeicrl.algos import ppo_lag
 from safeicrl.algos.api import METRICS
-from safeicrl.algos.ppo_lag import Learner, PPOLag, PPOLagConfig, Rollout
+from safeicrl.algos.ppo_lag import PPOLag
 from safeicrl.cli import main
 from safeicrl.envs.api import replace
 from safeicrl.envs.dark_room import SafeDarkRoom
-from safeicrl.envs.fixed import FixedTask
+from safeicrl.envs.wrappers import FixedTask
 from safeicrl.errors import UserError
-from safeicrl.evaluation.evaluate import evaluate, with_options
+from safeicrl.evaluation.evaluate import evaluate
+from safeicrl.nets.feedforward import Normaliser
+from safeicrl.optimisers.lagrangian import Learner, PPOLagConfig, Rollout
 from safeicrl.train import EvalConfig, TrainConfig, train
 
 ROOM = SafeDarkRoom(size=5, obstacles=1, max_steps=10)

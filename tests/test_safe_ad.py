@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from probe import Casino, Push
 
+from safeicrl.agents.api import with_options
 from safeicrl.agents.decision import RTG_FLOOR, DecisionAgent
 from safeicrl.agents.reference import PlannerAgent
 from safeicrl.algos.registry import algo_name
@@ -19,7 +20,7 @@ from safeicrl.cli import main
 from safeicrl.envs.api import replace
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.errors import BeyondTraining, UserError
-from safeicrl.evaluation.evaluate import evaluate, with_options
+from safeicrl.evaluation.evaluate import evaluate
 from safeicrl.histories.demonstrations import EpsConfig, NoisyPlanner, collect_demonstrations
 from safeicrl.histories.store import open_histories
 from safeicrl.histories.windows import make_windows, measure_scales, to_go

@@ -13,11 +13,12 @@ import pytest
 from networks import QUEUE, ROOM, ROWS, STEPS, random_rows, random_weights
 from probe import Casino, Throw
 
+from safeicrl.agents.api import with_options
 from safeicrl.algos.api import METRICS
 from safeicrl.algos.scared import Scared, ScaredConfig, ScaredState, summary
 from safeicrl.envs.api import replace
 from safeicrl.errors import UserError
-from safeicrl.evaluation.evaluate import evaluate, with_options
+from safeicrl.evaluation.evaluate import evaluate
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers import replay as buffer
 from safeicrl.optimisers.ddpg import DDPG, DDPGConfig, Heads, Nets, Seen, paper_config

@@ -5,9 +5,10 @@ import io
 import numpy as np
 from rich.console import Console
 
+from safeicrl.agents.api import with_options
 from safeicrl.algos.scared import Scared, ScaredConfig
 from safeicrl.envs.dark_room import SafeDarkRoom
-from safeicrl.evaluation.evaluate import evaluate, with_options
+from safeicrl.evaluation.evaluate import evaluate
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers.ppo import PPOConfig
 from safeicrl.penalty import PenaltyConfig

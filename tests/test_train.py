@@ -15,11 +15,12 @@ from standin import ROOM, TableAlgorithm, TableConfig
 
 from safeicrl.algos.api import METRICS
 from safeicrl.errors import UserError
-from safeicrl.evaluation.results import Summary, load_results, results_equal
+from safeicrl.evaluation.archive import load_results, results_equal
+from safeicrl.evaluation.statistics import Summary, rank
 from safeicrl.log import read_metrics
-from safeicrl.policies import checkpoint
+from safeicrl.policies import cards, checkpoint
 from safeicrl.signals import StopRequest
-from safeicrl.train import EvalConfig, TrainConfig, rank, train
+from safeicrl.train import EvalConfig, TrainConfig, train
 
 ALGORITHM = TableAlgorithm(env=ROOM, config=TableConfig())
 EVALUATION = EvalConfig(every=0, tasks=20, rows=20)
@@ -68,7 +69,7 @@ def same_best(one: Path, other: Path) -> None:
     """The same policy, and the evaluation and the card that belong to it."""
     assert (one / "best-seed0.safetensors").read_bytes() == (other / "best-seed0.safetensors").read_bytes()
     assert results_equal(*(load_results(folder / "best-seed0-evaluation") for folder in (one, other)))
-    cards = [checkpoint.read_card(folder / "best-seed0.safetensors") for folder in (one, other)]
+    cards = [cards.read_card(folder / "best-seed0.safetensors") for folder in (one, other)]
     assert cards[0]["training"]["iteration"] == cards[1]["training"]["iteration"]
     assert cards[0]["evaluation"]["summary"] == cards[1]["evaluation"]["summary"]
 
@@ -94,7 +95,7 @@ def test_a_run_killed_between_the_files_of_its_best_policy_mends_them(whole, tmp
 
 
 def test_the_evaluation_that_chose_the_best_policy_is_kept(whole):
-    found, card = load_results(whole / "best-seed0-evaluation"), checkpoint.read_card(whole / "best-seed0.json")
+    found, card = load_results(whole / "best-seed0-evaluation"), cards.read_card(whole / "best-seed0.json")
     log = [line for line in read_metrics(whole / "metrics.jsonl") if "eval/total_return" in line]
     safe = lambda line: line["eval/over_budget"] <= EVERY.tolerance  # noqa: E731
     best = max(
@@ -177,7 +178,7 @@ def test_seeds_train_side_by_side_as_each_would_alone(tmp_path):
         assert int(both.state.step[index]) == steps[-1]
         np.testing.assert_allclose(both.state.table[index], alone.state.table, atol=1e-6)
         np.testing.assert_array_equal(both.results[index].returns, alone.results[0].returns)
-        card = checkpoint.read_card(tmp_path / "both" / f"best-seed{seed}.json")
+        card = cards.read_card(tmp_path / "both" / f"best-seed{seed}.json")
         assert card["training"]["seed"] == seed
     assert steps == [5, 2]  # the guard judged each seed by itself
     first, second = read_metrics(tmp_path / "both" / "metrics.jsonl")[:2]

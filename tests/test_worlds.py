@@ -21,10 +21,12 @@ from safeicrl.envs import draw
 from safeicrl.envs.api import Box, EnvSpec
 from safeicrl.envs.mujoco import physics, scene
 from safeicrl.envs.registry import make_env
-from safeicrl.envs.revealed import Revealed
+from safeicrl.envs.wrappers import Revealed
 from safeicrl.errors import Approximation, UserError
+from safeicrl.evaluation.archive import load_results, save_results
 from safeicrl.evaluation.evaluate import evaluate
-from safeicrl.evaluation.results import Results, load_results, relative, save_results, summarise
+from safeicrl.evaluation.results import Results
+from safeicrl.evaluation.statistics import relative, summarise
 from safeicrl.optimisers.ddpg import Critics, Seen
 from safeicrl.policies.contenders import reference
 from safeicrl.show.robot_film import FRAMES, chosen_steps

@@ -3,18 +3,18 @@
 import importlib
 from typing import Any
 
-from safeicrl import gym_ids
+from safeicrl.envs.registry import register_with_gymnasium
 from safeicrl.version import VERSION as __version__
 
 # The public names and where they live. Imported when first used: plots and reports run without JAX.
 _PUBLIC = {
     "UserError": "errors",
     "load_policy": "policies.policy",
-    "load_results": "evaluation.results",
+    "load_results": "evaluation.archive",
     "make_env": "envs.registry",
     "run_trials": "trial",
-    "save_results": "evaluation.results",
-    "summarise": "evaluation.results",
+    "save_results": "evaluation.archive",
+    "summarise": "evaluation.statistics",
 }
 
 __all__ = [*_PUBLIC, "__version__"]
@@ -26,4 +26,4 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(f"safeicrl.{_PUBLIC[name]}"), name)
 
 
-gym_ids.register()
+register_with_gymnasium()

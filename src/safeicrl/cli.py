@@ -182,12 +182,11 @@ def _check_resumable(saved: Any, asked: Any) -> None:
 
 def collect(args: list[str]) -> None:
     """Collect learning histories for Safe AD, or demonstrations; the same command goes on after an interrupt."""
-    from safeicrl.config import env_from_plain
-    from safeicrl.envs.registry import make_env, parse_parameters
+    from safeicrl.envs.registry import env_from_plain, make_env, parse_parameters
     from safeicrl.histories.collect import collect as learn
     from safeicrl.histories.collect import default_config, progress_table
     from safeicrl.histories.demonstrations import EpsConfig, collect_demonstrations
-    from safeicrl.histories.store import export_minari
+    from safeicrl.histories.minari import export_minari
 
     name, who = _option(args, "--env") or "safe-dark-room", _option(args, "--by") or "ppo-lag"
     if who not in ("ppo-lag", "eps"):
@@ -251,7 +250,7 @@ class Evaluate:
 
 def evaluate(args: list[str]) -> None:
     """Evaluate a frozen agent on unseen tasks: the paper's protocol."""
-    from safeicrl.evaluation.results import save_results
+    from safeicrl.evaluation.archive import save_results
     from safeicrl.evaluation.tables import seeds_table, summary_table
 
     asked = _parse("evaluate", Evaluate, args)
@@ -282,8 +281,7 @@ def _suffixed(out: Path, name: str) -> Path:
 
 def _contenders(asked: Evaluate) -> dict[str, Any]:
     """Who was asked for, by name: one agent, or the seeds of a run."""
-    from safeicrl.config import env_from_plain
-    from safeicrl.envs.registry import parse_parameters
+    from safeicrl.envs.registry import env_from_plain, parse_parameters
     from safeicrl.policies.contenders import reference, released_seeds
 
     if (asked.policy is None) == (asked.agent is None):
@@ -366,7 +364,7 @@ class Compare:
 
 def compare(args: list[str]) -> None:
     """Where agents stand between two reference lines that met the same tasks."""
-    from safeicrl.evaluation.results import load_results
+    from safeicrl.evaluation.archive import load_results
     from safeicrl.evaluation.tables import relative_table
 
     asked = _parse("compare", Compare, args)
@@ -428,9 +426,9 @@ class List:
 def list_names(args: list[str]) -> None:
     """Environments, policies, agents, algorithms and presets by name."""
     from safeicrl.algos.registry import ALGOS
-    from safeicrl.envs.registry import ENVS
+    from safeicrl.envs.registry import WORLDS
+    from safeicrl.policies.catalogue import policy_names
     from safeicrl.policies.contenders import DESCRIPTIONS
-    from safeicrl.policies.policy import policy_names
     from safeicrl.recipes import PRESETS
 
     _parse("list", List, args)
@@ -438,10 +436,10 @@ def list_names(args: list[str]) -> None:
     for column in ("kind", "name", "what it is"):
         table.add_column(column)
     for kind, named in {
-        "environment": {name: _first_line(make) for name, make in ENVS.items()},
+        "environment": {name: world.summary or _first_line(world.load()) for name, world in WORLDS.items()},
         "policy": {name: "pretrained, ships with the library" for name in policy_names()},
         "agent": DESCRIPTIONS,
-        "algorithm": {name: entry.module for name, entry in ALGOS.items()},
+        "algorithm": {name: entry.summary for name, entry in ALGOS.items()},
         "preset": {name: _first_line(make) for name, make in PRESETS.items()},
     }.items():
         for name, text in named.items():

@@ -1,12 +1,14 @@
-"""Frozen dataclasses to plain JSON values and back, with one-line errors for what does not fit."""
+"""Settings and names from files: dataclasses from plain JSON values, objects from "module:name".
+
+What does not fit is an error of one line.
+"""
 
 import dataclasses
+import importlib
 import types
 import typing
 from typing import Any, Literal, TypeVar, Union
 
-from safeicrl.envs.api import Env
-from safeicrl.envs.registry import ENVS
 from safeicrl.errors import UserError, unknown_name
 
 T = TypeVar("T")
@@ -26,14 +28,10 @@ def from_plain(cls: type[T], values: Any, where: str = "") -> T:
     return cls(**{key: _convert(hints[key], value, f"{prefix}{key}") for key, value in values.items()})
 
 
-def env_from_plain(name: str, parameters: dict[str, Any]) -> Env:
-    """A registered environment from JSON values."""
-    if name not in ENVS:
-        raise unknown_name("environment", name, ENVS)
-    make = ENVS[name]
-    if isinstance(make, type) and dataclasses.is_dataclass(make):
-        return from_plain(make, parameters, name)  # type: ignore[return-value]
-    return make(**parameters)
+def load_object(path: str) -> Any:
+    """What "module:name" names."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:

@@ -9,12 +9,11 @@ from typing import Any, Literal
 
 from safeicrl.algos.api import Algorithm
 from safeicrl.algos.registry import algo_name, find_algo
-from safeicrl.config import env_from_plain, from_plain
+from safeicrl.config import from_plain
 from safeicrl.envs.api import Grid
 from safeicrl.envs.dark_room import SafeDarkRoom
-from safeicrl.envs.fixed import FixedTask
-from safeicrl.envs.registry import make_env, parse_parameters
-from safeicrl.envs.revealed import Revealed
+from safeicrl.envs.registry import env_from_plain, make_env, parse_parameters
+from safeicrl.envs.wrappers import FixedTask, Revealed
 from safeicrl.errors import UserError, unknown_name
 from safeicrl.files import read_json
 from safeicrl.train import EvalConfig, TrainConfig

@@ -20,16 +20,21 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
+from safeicrl.agents.api import with_options
 from safeicrl.algos.api import METRICS, Algorithm
 from safeicrl.algos.registry import algo_name
 from safeicrl.envs.api import PyTree
 from safeicrl.envs.mujoco import physics
+from safeicrl.envs.registry import env_to_plain
 from safeicrl.errors import UserError, check_integer, check_number
-from safeicrl.evaluation.evaluate import describe_env, evaluate, surroundings, with_options
-from safeicrl.evaluation.results import Results, Summary, summarise
+from safeicrl.evaluation.evaluate import evaluate
+from safeicrl.evaluation.results import Results
+from safeicrl.evaluation.statistics import Summary, rank, summarise
 from safeicrl.files import read_json, write_json
 from safeicrl.log import JsonLines, Sink, TensorBoard, Terminal, WandB
 from safeicrl.policies import checkpoint
+from safeicrl.policies.cards import save_policy
+from safeicrl.provenance import surroundings
 from safeicrl.signals import StopRequest
 
 FAILURES = 3  # non-finite iterations in a row after which a run gives up
@@ -243,7 +248,7 @@ def _check_start(algorithm: Algorithm, folder: Path) -> None:
 def _describe(algorithm: Algorithm, config: TrainConfig) -> dict[str, Any]:
     """All that made the run: enough to build it again from the names in the registries."""
     return {
-        "env": describe_env(algorithm.env),
+        "env": env_to_plain(algorithm.env),
         "algo": {
             "name": algo_name(algorithm.config),
             "config": dataclasses.asdict(algorithm.config),
@@ -466,19 +471,9 @@ def _evaluate(
             status.best[index] = {"iteration": status.iteration, "summary": dataclasses.asdict(summary)}
             card = _card(algorithm, config, status, found, seed)
             # the checkpoint comes after: a run killed in between does this again when it is resumed
-            checkpoint.save_policy(_policy_path(folder, seed), own, card, found)
+            save_policy(_policy_path(folder, seed), own, card, found)
     _log_evaluation([summarise(found) for found in results], status, sinks, terminal)
     return results
-
-
-def rank(summary: Summary, tolerance: float) -> tuple[bool, float]:
-    """What "best" means, the greater the better.
-
-    Total return among policies whose share of episodes over budget is within the tolerance; while none is, the
-    smaller share wins.
-    """
-    safe = summary.over_budget <= tolerance
-    return safe, summary.total_return if safe else -summary.over_budget
 
 
 def _log_evaluation(summaries: list[Summary], status: Status, sinks: list[Sink], terminal: Terminal) -> None:

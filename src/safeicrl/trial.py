@@ -8,45 +8,15 @@ ends (its K-th episode ended).
 """
 
 import itertools
-from typing import Any, Protocol
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from safeicrl.agents.api import Agent
 from safeicrl.envs.api import Env, Key, PyTree, Split, record, replace
 from safeicrl.tokens import Token, first_token, next_token, usable_budget
-
-
-class Agent(Protocol):
-    """Anything that acts in trials: a frozen policy, the policy in training, a planner. A pytree."""
-
-    def init(self, tasks: PyTree, rows: int) -> PyTree:
-        """Memory for `rows` rows. Only reference agents look at the tasks ([row, queue])."""
-        ...
-
-    def extend(self, memory: PyTree, steps: int) -> PyTree:
-        """Make room for `steps` steps in all; called before each segment of the scan."""
-        ...
-
-    def act(self, memory: PyTree, token: Token, key: Key) -> tuple[PyTree, jax.Array, PyTree]:
-        """New memory, actions [row] and whatever the learner wants recorded (log-probabilities, ...)."""
-        ...
-
-
-class WrappedAgent(eqx.Module):
-    """An agent with another inside, whose memory it keeps: to change what that sees or does, write `act`."""
-
-    agent: Any  # an Agent
-
-    def init(self, tasks: PyTree, rows: int) -> PyTree:
-        """The inner agent's own memory."""
-        return self.agent.init(tasks, rows)
-
-    def extend(self, memory: PyTree, steps: int) -> PyTree:
-        """The inner agent's own memory."""
-        return self.agent.extend(memory, steps)
 
 
 @record

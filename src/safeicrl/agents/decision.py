@@ -14,7 +14,7 @@ RTG_FLOOR = 0.1  # the least return asked for, as a share of the greatest (paper
 
 
 @record
-class Window:
+class Memory:
     """The last steps of each row's trial, from the left; what lies beyond `length` is later, so never seen."""
 
     steps: Steps  # [row, context, ...]
@@ -33,7 +33,7 @@ class DecisionAgent(eqx.Module):
     scales: Scales
     temperature: float = eqx.field(static=True, default=1.0)  # 0: greedy
 
-    def init(self, tasks: PyTree, rows: int) -> Window:
+    def init(self, tasks: PyTree, rows: int) -> Memory:
         """An empty window."""
         spec, shape = self.net.spec, (rows, self.net.config.context)
         seen = (len(spec.observation.sizes), jnp.int32) if isinstance(spec.observation, Grid) else None
@@ -48,13 +48,13 @@ class DecisionAgent(eqx.Module):
             ctg=jnp.zeros(shape),
             time=jnp.zeros(shape, jnp.int32),
         )
-        return Window(steps=steps, length=jnp.zeros(rows, jnp.int32), start=jnp.zeros(rows, jnp.int32))
+        return Memory(steps=steps, length=jnp.zeros(rows, jnp.int32), start=jnp.zeros(rows, jnp.int32))
 
-    def extend(self, memory: Window, steps: int) -> Window:
+    def extend(self, memory: Memory, steps: int) -> Memory:
         """The window has its full size from the start."""
         return memory
 
-    def act(self, memory: Window, token: Token, key: Key) -> tuple[Window, jax.Array, PyTree]:
+    def act(self, memory: Memory, token: Token, key: Key) -> tuple[Memory, jax.Array, PyTree]:
         """Note the last step, ask for the next action."""
         space = self.net.spec.action
         memory = self.remember(memory, token)
@@ -68,7 +68,7 @@ class DecisionAgent(eqx.Module):
         action = policy.mode() if self.temperature == 0 else policy.tempered(self.temperature).sample(key)
         return memory, action, None
 
-    def remember(self, memory: Window, token: Token) -> Window:
+    def remember(self, memory: Memory, token: Token) -> Memory:
         """The window with the last step completed and the present one, its action still open, at its end."""
         steps, last = memory.steps, memory.length - 1
         index = jnp.arange(self.net.config.context)
@@ -98,7 +98,7 @@ class DecisionAgent(eqx.Module):
             ctg=_put(steps.ctg, at, token.ctg),
             time=_put(steps.time, at, token.time),
         )
-        return Window(steps=steps, length=length + 1, start=jnp.where(token.start, length, memory.start - full))
+        return Memory(steps=steps, length=length + 1, start=jnp.where(token.start, length, memory.start - full))
 
     def target(self, budget: jax.Array) -> jax.Array:
         """The return asked for with a budget: the paper's pairs, as a share of the greatest return in the data."""

@@ -9,7 +9,7 @@ from safeicrl.nets.transformer import Cache
 from safeicrl.tokens import Token
 
 
-class NetAgent(eqx.Module):
+class InContextAgent(eqx.Module):
     """Acts by the network on everything it has seen in the trial."""
 
     net: PolicyNet

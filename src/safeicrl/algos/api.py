@@ -4,8 +4,8 @@ from typing import Any, Protocol
 
 import jax
 
+from safeicrl.agents.api import Agent
 from safeicrl.envs.api import Env, Key, PyTree
-from safeicrl.trial import Agent
 
 # Every update reports these, or those that the algorithm names in an attribute `metrics` of its own, "env_steps"
 # among them (Safe AD plays no episodes while it learns). `train` logs them by these names and refuses an iteration

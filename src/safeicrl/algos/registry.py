@@ -1,30 +1,37 @@
 """Name → algorithm, imported when asked for."""
 
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
+from safeicrl.config import load_object
 from safeicrl.errors import UserError, unknown_name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """Where an algorithm lives: `module.algorithm(env, config)` with a `module.config`."""
+    """Where an algorithm and its settings live, both as "module:class"; built as `algorithm(env, config)`."""
 
-    module: str
     algorithm: str
     config: str
-
-    def load(self) -> tuple[Any, type]:
-        """The algorithm and its config class."""
-        module = importlib.import_module(self.module)
-        return getattr(module, self.algorithm), getattr(module, self.config)
+    summary: str = ""  # one line for `safeicrl list`
 
 
 ALGOS: dict[str, Entry] = {
-    "scared": Entry(module="safeicrl.algos.scared", algorithm="Scared", config="ScaredConfig"),
-    "safe-ad": Entry(module="safeicrl.algos.safe_ad", algorithm="SafeAD", config="SafeADConfig"),
-    "ppo-lag": Entry(module="safeicrl.algos.ppo_lag", algorithm="PPOLag", config="PPOLagConfig"),
+    "scared": Entry(
+        algorithm="safeicrl.algos.scared:Scared",
+        config="safeicrl.algos.scared:ScaredConfig",
+        summary="The paper's method: one exact-penalty multiplier for all episodes and budgets.",
+    ),
+    "safe-ad": Entry(
+        algorithm="safeicrl.algos.safe_ad:SafeAD",
+        config="safeicrl.algos.safe_ad:SafeADConfig",
+        summary="Imitates learning histories with a decision transformer.",
+    ),
+    "ppo-lag": Entry(
+        algorithm="safeicrl.algos.ppo_lag:PPOLag",
+        config="safeicrl.optimisers.lagrangian:PPOLagConfig",
+        summary="An ordinary safe learner for one task under one cost limit.",
+    ),
 }
 
 
@@ -39,11 +46,11 @@ def find_algo(name: str) -> tuple[Any, type]:
     """The algorithm called `name` and its config class."""
     if name not in ALGOS:
         raise unknown_name("algorithm", name, ALGOS)
-    return ALGOS[name].load()
+    entry = ALGOS[name]
+    return load_object(entry.algorithm), load_object(entry.config)
 
 
 def algo_name(config: Any) -> str:
     """The name a config's class is registered under; the class's own name when it is not."""
-    where = (type(config).__module__, type(config).__qualname__)
-    names = (name for name, entry in ALGOS.items() if (entry.module, entry.config) == where)
-    return next(names, type(config).__name__)
+    where = f"{type(config).__module__}:{type(config).__qualname__}"
+    return next((name for name, entry in ALGOS.items() if entry.config == where), type(config).__name__)

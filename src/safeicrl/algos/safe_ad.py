@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from safeicrl.agents.api import Agent
 from safeicrl.agents.decision import DecisionAgent
 from safeicrl.envs.api import Discrete, Env, Key, PyTree, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.histories.store import open_histories
 from safeicrl.histories.windows import Windows, make_windows, measure_scales
 from safeicrl.nets.decision_transformer import DecisionConfig, DecisionNet, Scales, Steps
-from safeicrl.trial import Agent
 
 
 @dataclass(frozen=True)

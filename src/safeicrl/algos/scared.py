@@ -12,7 +12,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from safeicrl.agents.in_context import NetAgent
+from safeicrl.agents.api import Agent
+from safeicrl.agents.in_context import InContextAgent
 from safeicrl.envs.api import Env, Key, PyTree, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.attention import MAX_TRIALS
@@ -21,7 +22,7 @@ from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers.ddpg import DDPG, DDPGConfig
 from safeicrl.optimisers.ppo import PPO, PPOConfig
 from safeicrl.penalty import EpisodeCosts, PenaltyConfig, collect_costs, over_by_bin, update_multiplier
-from safeicrl.trial import Agent, Trials, run_trials, sample_queue
+from safeicrl.trial import Trials, run_trials, sample_queue
 
 SPENT = 0.01  # by at least so much a budget is spent when its episode begins with it spent
 
@@ -96,7 +97,7 @@ class Scared:
         key = jax.random.key(0)
         tasks, budgets = jax.eval_shape(self.draw, key)
         net = eqx.filter_eval_shape(PolicyNet, config.net, self.env.spec, key)
-        trials = eqx.filter_eval_shape(self.play, NetAgent(net), tasks, budgets, key)
+        trials = eqx.filter_eval_shape(self.play, InContextAgent(net), tasks, budgets, key)
         return DDPG(*shared, config.ddpg, iterations=config.iterations, trials=trials, tasks=tasks)
 
     def init(self, key: Key) -> ScaredState:

@@ -23,17 +23,17 @@ from gymnasium import spaces
 
 from safeicrl.envs import draw
 from safeicrl.envs.api import Box, Discrete, Env, Grid, PyTree, check_split
-from safeicrl.envs.dark_mujoco import Arena, SafeDarkCar, SafeDarkMujoco, SafeDarkPoint
+from safeicrl.envs.dark_mujoco import Arena, SafeDarkMujoco
 from safeicrl.envs.dark_room import Room, RoomState, SafeDarkRoom
 from safeicrl.envs.mujoco import scene
 from safeicrl.envs.mujoco.physics import RobotState
-from safeicrl.envs.registry import make_env, parameters_of
-from safeicrl.envs.safe_velocity import SafeVelocity, SafeVelocityAnt, SafeVelocityHalfCheetah, SpeedLimit
+from safeicrl.envs.registry import WORLDS, make_env, name_of, parameters_of
+from safeicrl.envs.safe_velocity import SafeVelocity, SpeedLimit
 from safeicrl.errors import UserError, unknown_name
 
 
 class Face:
-    """What differs between worlds. These defaults fit any environment; subclass and enter it in `FACES`."""
+    """What differs between worlds. These defaults fit any environment; registry.py names the subclass of each."""
 
     render_modes: tuple[str, ...] = ()
     render_fps: int = 8
@@ -164,13 +164,10 @@ def _real_vector(name: str, value: Any, size: int) -> np.ndarray:
     return vector
 
 
-FACES: dict[type, Face] = {
-    SafeDarkRoom: DarkRoomFace(),
-    SafeDarkPoint: DarkMujocoFace(),
-    SafeDarkCar: DarkMujocoFace(),
-    SafeVelocityHalfCheetah: VelocityFace(),
-    SafeVelocityAnt: VelocityFace(),
-}
+def face_of(env: Env) -> Face:
+    """The face of a registered world; of any other environment, one that fits all."""
+    name = name_of(env)
+    return globals()[WORLDS[name].face]() if name else Face()
 
 
 class GymEnv(gymnasium.Env):
@@ -190,7 +187,7 @@ class GymEnv(gymnasium.Env):
         elif parameters:
             raise UserError(f"{next(iter(parameters))!r} is a parameter for an environment given by name")
         self.env, self.split = env, check_split(split)
-        self.face = FACES.get(type(env), Face())
+        self.face = face_of(env)
         self.metadata = {"render_modes": list(self.face.render_modes), "render_fps": self.face.render_fps}
         if render_mode is not None and render_mode not in self.face.render_modes:
             raise unknown_name("render mode", render_mode, self.face.render_modes)

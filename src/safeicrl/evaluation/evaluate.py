@@ -1,9 +1,5 @@
 """The paper's evaluation: a frozen agent, unseen tasks, a budget for each, K episodes with a growing context."""
 
-import dataclasses
-import platform
-import shlex
-import sys
 import time
 from typing import Any
 
@@ -12,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, Split, check_split, replace
-from safeicrl.envs.registry import ENVS
-from safeicrl.errors import UserError, check_budget, check_integer, check_number, check_seed
+from safeicrl.agents.api import Agent
+from safeicrl.envs.api import Env, Key, PyTree, Split, check_split
+from safeicrl.envs.registry import env_to_plain
+from safeicrl.errors import UserError, check_budget, check_integer, check_seed
 from safeicrl.evaluation.results import Results
-from safeicrl.tokens import Token, first_token
-from safeicrl.trial import Agent, Episodes, WrappedAgent, episode_sums, run_trials
-from safeicrl.version import VERSION
+from safeicrl.provenance import surroundings
+from safeicrl.trial import Episodes, episode_sums, run_trials
 
 
 def evaluate(
@@ -77,7 +73,7 @@ def evaluate(
     whole = jax.tree.map(lambda *x: np.concatenate(x)[:trials], *parts)
     provenance = {
         "label": label,
-        "env": describe_env(env),
+        "env": env_to_plain(env),
         **({"approximation": what} if (what := getattr(env, "approximation", None)) else {}),
         "split": split,
         "seed": seed,
@@ -119,67 +115,3 @@ def _play(
     steps = episodes * env.spec.max_steps
     trials = run_trials(env, agent, tasks, budgets, key, episodes=episodes, steps=steps, segments=segments)
     return episode_sums(trials, episodes)
-
-
-class WipedAgent(WrappedAgent):
-    """The same agent, made to forget at every episode: what in-context learning is worth is the difference."""
-
-    spec: EnvSpec = eqx.field(static=True)
-
-    def act(self, memory: PyTree, token: Token, key: Key) -> tuple[PyTree, jax.Array, PyTree]:
-        """Every episode looks like the first one of a new trial."""
-        fresh = jax.vmap(first_token, (None, 0, 0))(self.spec, token.observation, token.ctg)
-        pick = lambda a, b: jnp.where(token.start.reshape((-1,) + (1,) * (a.ndim - 1)), a, b)  # noqa: E731
-        token = jax.tree.map(pick, fresh, replace(token, episode=jnp.zeros_like(token.episode)))
-        return self.agent.act(memory, token, key)
-
-
-def with_options(
-    env: Env, agent: Agent, *, temperature: float | None = None, greedy: bool = False, wipe: bool = False
-) -> tuple[Agent, dict[str, Any]]:
-    """The agent with its actions sampled at a temperature or greedy, its context kept or wiped.
-
-    Also returns how to label that: {"actions": ..., "context": ...}.
-    """
-    if greedy and temperature is not None:
-        raise UserError(f"greedy contradicts temperature {temperature}; give one of them")
-    has = dataclasses.is_dataclass(agent) and hasattr(agent, "temperature")
-    if (greedy or temperature is not None) and not has:
-        raise UserError(f"{type(agent).__name__} does not sample its actions: no temperature, no greedy")
-    if greedy:
-        temperature = 0.0
-    if temperature is not None:
-        temperature = check_number("temperature", temperature, 0.0)
-        agent = dataclasses.replace(agent, temperature=temperature)  # type: ignore[type-var]
-    actions = "as the agent decides"
-    if has:
-        used = float(agent.temperature)  # type: ignore[attr-defined]
-        actions = "greedy" if used == 0 else f"sampled, temperature {used:g}"
-    context = "wiped at every episode" if wipe else "kept"
-    agent = WipedAgent(agent=agent, spec=env.spec) if wipe else agent
-    return agent, {"actions": actions, "context": context}
-
-
-def describe_env(env: Env) -> dict[str, Any]:
-    """The environment's registered name and parameters: what `make_env` needs to build it again."""
-    name = next((name for name, make in ENVS.items() if make is type(env)), type(env).__name__)
-    return {"name": name, "parameters": dataclasses.asdict(env) if dataclasses.is_dataclass(env) else {}}  # type: ignore[arg-type]
-
-
-def surroundings() -> dict[str, Any]:
-    """Version, device and command: what a results file or a card says about where it came from."""
-    device = jax.devices()[0]
-    return {
-        "safeicrl": VERSION,
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "device": device.device_kind if device.platform != "cpu" else f"CPU ({platform.machine()})",
-        "command": shlex.join([_program(), *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-    }
-
-
-def _program() -> str:
-    """The program's name as one would type it, without the folder it happens to lie in."""
-    name = sys.argv[0].replace("\\", "/").rsplit("/", 1)[-1] if sys.argv else ""
-    return "safeicrl" if name == "__main__.py" else name or "python"

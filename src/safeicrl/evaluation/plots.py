@@ -12,7 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from safeicrl.errors import UserError
-from safeicrl.evaluation.results import Results, budget_edges, standard_error
+from safeicrl.evaluation.results import Results
+from safeicrl.evaluation.statistics import budget_edges, standard_error
 from safeicrl.files import atomic_write
 
 Groups = dict[str, list[Results]]  # label → its seeds

@@ -9,7 +9,9 @@ from rich import box
 from rich.table import Table
 
 from safeicrl.errors import UserError
-from safeicrl.evaluation.results import NUMBERS, Results, Summary, load_results, relative, standard_error, summarise
+from safeicrl.evaluation.archive import load_results
+from safeicrl.evaluation.results import Results
+from safeicrl.evaluation.statistics import NUMBERS, Summary, relative, standard_error, summarise
 from safeicrl.log import read_metrics
 
 

@@ -18,10 +18,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from safeicrl.algos.ppo_lag import Learner, PPOLagConfig, Rollout
+from safeicrl.optimisers.lagrangian import Learner, PPOLagConfig, Rollout
 from safeicrl.envs.api import Discrete, Env, Grid, PyTree, Split, check_split
 from safeicrl.errors import UserError, check_budget, check_integer
-from safeicrl.evaluation.evaluate import describe_env, surroundings
+from safeicrl.envs.registry import env_to_plain
+from safeicrl.provenance import surroundings
 from safeicrl.histories.store import STEPWISE, TRUNCATED, Histories, HistoryWriter, open_histories
 from safeicrl.log import Terminal
 from safeicrl.signals import StopRequest
@@ -72,7 +73,7 @@ def collect(
 ) -> Histories | None:
     """Collect into the folder `out`, or go on with what is there; None when stopped before the end."""
     request = {
-        "env": describe_env(env),
+        "env": env_to_plain(env),
         "algo": {"name": "ppo-lag", "config": dataclasses.asdict(config.learner)},
         "collection": {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "learner"},
     }

@@ -17,7 +17,8 @@ import numpy as np
 from safeicrl.envs.api import Env, Key, PyTree, record, replace
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.errors import UserError, check_budget, check_integer, check_number
-from safeicrl.evaluation.evaluate import describe_env, surroundings
+from safeicrl.envs.registry import env_to_plain
+from safeicrl.provenance import surroundings
 from safeicrl.histories.store import TRUNCATED, Histories, HistoryWriter, open_histories
 from safeicrl.agents.reference import Plan, PlannerAgent
 from safeicrl.tokens import Token
@@ -96,7 +97,7 @@ def collect_demonstrations(env: Env, config: EpsConfig, *, out: str | Path) -> H
     task = np.repeat(np.arange(config.tasks), len(config.limits))  # [history]
     limit = np.tile(np.asarray(config.limits, np.float32), config.tasks)
     request: dict[str, Any] = {
-        "env": describe_env(env),
+        "env": env_to_plain(env),
         "algo": {"name": "eps", "config": {"floor": config.floor, "decay": config.decay}},
         "collection": {name: value for name, value in asdict(config).items() if name not in ("floor", "decay")},
     }

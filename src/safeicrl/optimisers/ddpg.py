@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from safeicrl.agents.in_context import NetAgent
+from safeicrl.agents.in_context import InContextAgent
 from safeicrl.envs.api import Box, Discrete, Env, EnvSpec, Key, PyTree, centre_and_half, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.heads import Categorical, Distribution, PolicyNet
@@ -227,14 +227,16 @@ class DDPG:
         """A new run's state with another run's networks, slow and fast, and the scales they predict in."""
         return replace(state, net=other.net, slow=other.slow, scale=other.scale)
 
-    def agent(self, state: DDPGState) -> NetAgent:
+    def agent(self, state: DDPGState) -> InContextAgent:
         """The policy, sampled, without added exploration."""
-        return NetAgent(state.net.policy)
+        return InContextAgent(state.net.policy)
 
-    def explorer(self, state: DDPGState) -> NetAgent:
+    def explorer(self, state: DDPGState) -> InContextAgent:
         """The policy that plays in training."""
         begin, end = self.config.exploration
-        return NetAgent(state.net.policy, epsilon=begin + (end - begin) * jnp.minimum(2 * state.progress, 1.0))
+        return InContextAgent(
+            state.net.policy, epsilon=begin + (end - begin) * jnp.minimum(2 * state.progress, 1.0)
+        )
 
     def update(
         self, state: DDPGState, trials: Trials, tasks: PyTree, multiplier: jax.Array, iteration: jax.Array, key: Key

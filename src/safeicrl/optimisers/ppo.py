@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from safeicrl.agents.in_context import NetAgent
+from safeicrl.agents.in_context import InContextAgent
 from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.heads import Critic, PolicyNet
@@ -118,11 +118,11 @@ class PPO:
         """A new run's state with another run's networks and the scales they predict in."""
         return replace(state, net=other.net, scale=other.scale)
 
-    def agent(self, state: PPOState) -> NetAgent:
+    def agent(self, state: PPOState) -> InContextAgent:
         """The policy, sampled."""
-        return NetAgent(state.net.policy)
+        return InContextAgent(state.net.policy)
 
-    def explorer(self, state: PPOState) -> NetAgent:
+    def explorer(self, state: PPOState) -> InContextAgent:
         """The policy that plays in training: the same."""
         return self.agent(state)
 

@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safeicrl.agents.api import Agent, WipedAgent, with_options
 from safeicrl.agents.reference import ExplorerAgent, PlannerAgent, RandomAgent
 from safeicrl.envs.api import Env
 from safeicrl.envs.dark_room import SafeDarkRoom
-from safeicrl.envs.wrapped import Wrapped
+from safeicrl.envs.wrappers import Wrapped
 from safeicrl.errors import Approximation, UserError, check_budget, unknown_name
-from safeicrl.evaluation.evaluate import WipedAgent, evaluate, with_options
+from safeicrl.evaluation.evaluate import evaluate
 from safeicrl.evaluation.results import Results
-from safeicrl.policies.policy import Policy, changed_env, load_policy, policy_names, run_policies
-from safeicrl.trial import Agent
+from safeicrl.policies.catalogue import changed_env, policy_names, run_policies
+from safeicrl.policies.policy import Policy, load_policy
 
 
 @dataclass(frozen=True, kw_only=True)

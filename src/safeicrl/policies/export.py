@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from safeicrl.config import env_from_plain
+from safeicrl.agents.api import Agent, with_options
 from safeicrl.envs.api import Env
+from safeicrl.envs.registry import env_from_plain, env_to_plain
 from safeicrl.errors import UserError
-from safeicrl.evaluation.evaluate import describe_env, surroundings, with_options
-from safeicrl.evaluation.results import Summary, load_results, summarise
-from safeicrl.policies import checkpoint
-from safeicrl.policies.policy import (
+from safeicrl.evaluation.archive import load_results
+from safeicrl.evaluation.statistics import Summary, rank, summarise
+from safeicrl.policies.cards import read_card, save_policy
+from safeicrl.policies.catalogue import (
     PRETRAINED,
     SEED,
     changed_env,
@@ -26,8 +27,7 @@ from safeicrl.policies.policy import (
     policy_names,
     run_policies,
 )
-from safeicrl.train import rank
-from safeicrl.trial import Agent
+from safeicrl.provenance import surroundings
 
 
 def export_policy(
@@ -53,7 +53,7 @@ def export_policy(
     environment it is for, where they differ from those it was trained in.
     """
     target, source = _target(Path(out), overwrite), _source(name_or_path, seed)
-    card = checkpoint.read_card(source)
+    card = read_card(source)
     own, agent = load_agent(source, card)
     if average:
         agent, card = _average([source, *(_source(other, _seed_like(source, other)) for other in average)])
@@ -76,7 +76,7 @@ def export_policy(
     where = surroundings()
     origin = source.stem if source.parent == PRETRAINED else str(source)
     card["exported"] = {"from": origin, **{key: where[key] for key in ("command", "date", "safeicrl")}}
-    checkpoint.save_policy(target, agent, card)
+    save_policy(target, agent, card)
     return target
 
 
@@ -87,7 +87,7 @@ def _average(sources: Sequence[Path]) -> tuple[Agent, dict[str, Any]]:
     about as high as at both ends, and their ways to be safe are mixed. Of unrelated runs the mean is good for
     nothing.
     """
-    cards = {path: checkpoint.read_card(path) for path in sources}
+    cards = {path: read_card(path) for path in sources}
     if len(cards) < len(sources):
         raise UserError(f"each policy counts once in an average, got {', '.join(map(str, sources))}")
     agents = [load_agent(path, card)[1] for path, card in cards.items()]
@@ -121,7 +121,7 @@ def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
 
 def _move(card: dict[str, Any], own: Env, env: Env) -> None:
     """Make a card one for `env`; it says where the policy was trained."""
-    card["trained_in"], card["env"] = describe_env(own), describe_env(env)
+    card["trained_in"], card["env"] = env_to_plain(own), env_to_plain(env)
     before, now = card["trained_in"]["parameters"], card["env"]["parameters"]
     words = ", ".join(f"{name}={before[name]}, here {now[name]}" for name in before if before[name] != now[name])
     old = [limit.replace(" and these environment parameters only", "") for limit in card.get("limits", [])]
@@ -135,7 +135,7 @@ def best_seed(folder: Path) -> int:
         return next(iter(policies))
 
     def place(seed: int) -> tuple[bool, float]:
-        card = checkpoint.read_card(policies[seed])
+        card = read_card(policies[seed])
         try:
             tolerance = card["training"]["train"]["evaluation"]["tolerance"]
             return rank(Summary(**card["evaluation"]["summary"]), tolerance)
@@ -195,7 +195,7 @@ def _evaluation(path: Path, env: Env, card: dict[str, Any], how: dict[str, Any])
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} does not say what was evaluated on which environment: {error!r}") from None
     if theirs != env:
-        words = _difference(describe_env(env), describe_env(theirs))
+        words = _difference(env_to_plain(env), env_to_plain(theirs))
         raise UserError(f"{path} is of another environment than the policy's: {words}")
     if trained != _training(card):
         raise UserError(f"{path} is the evaluation of another policy, {meta.get('agent')}: their training differs")

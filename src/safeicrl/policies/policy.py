@@ -9,9 +9,8 @@ while True:
 """
 
 import dataclasses
-import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,122 +19,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from safeicrl.config import env_from_plain, from_plain
+from safeicrl.agents.api import Agent, with_options
 from safeicrl.envs.api import Discrete, Env, Grid, Key, PyTree
-from safeicrl.errors import BeyondTraining, UserError, check_budget, check_integer, check_seed, unknown_name
-from safeicrl.evaluation.evaluate import with_options
-from safeicrl.policies import checkpoint
+from safeicrl.errors import BeyondTraining, UserError, check_budget, check_integer, check_seed
+from safeicrl.policies.cards import read_card
+from safeicrl.policies.catalogue import find_policy, load_agent
 from safeicrl.tokens import Token, first_token, next_token, usable_budget
-from safeicrl.trial import Agent
-
-PRETRAINED = Path(__file__).parent / "pretrained"
-SEED = re.compile(r"best-seed(\d+)")  # the name of the best policy of a run's seed
 
 
 def load_policy(name_or_path: str | Path, *, temperature: float | None = None, greedy: bool = False) -> "Policy":
     """A released policy by name, by the path of its files, or the best one of the lowest seed in a run's folder."""
     path = find_policy(name_or_path)
-    card = checkpoint.read_card(path)
+    card = read_card(path)
     env, agent = load_agent(path, card)
     if temperature is None and not greedy:
         temperature = card.get("temperature")
     agent, how = with_options(env, agent, temperature=temperature, greedy=greedy)
     return Policy(env=env, agent=agent, card={**card, **how})
-
-
-def policy_names() -> list[str]:
-    """The policies that ship with the library."""
-    return sorted(path.stem for path in PRETRAINED.glob("*.safetensors"))
-
-
-def run_policies(folder: Path) -> dict[int, Path]:
-    """The best policy of each seed of a run, the lowest seed first."""
-    files = [(SEED.fullmatch(path.stem), path) for path in folder.glob("best-seed*.safetensors")]
-    found = {int(match[1]): path for match, path in files if match}
-    if not found:
-        raise UserError(f"{folder} holds no policy (best-seed*.safetensors); its first evaluation writes one")
-    return dict(sorted(found.items()))
-
-
-def policy_file(path: Path) -> Path:
-    """The file of the policy that `path` names, with or without the extension of it or its card."""
-    stem = path.with_suffix("") if path.suffix in (".safetensors", ".json") else path
-    return stem.with_name(f"{stem.name}.safetensors")
-
-
-def find_policy(name_or_path: str | Path) -> Path:
-    """The file of a policy, however it is called: see `load_policy`."""
-    text, path = str(name_or_path), Path(name_or_path)
-    if text in policy_names():
-        return PRETRAINED / f"{text}.safetensors"
-    if path.is_dir():
-        return next(iter(run_policies(path).values()))
-    file = policy_file(path)
-    if not file.exists() and path.suffix not in ("", ".json"):
-        file = path  # of an extension of its own
-    if file.exists():
-        return file
-    if str(file) == f"{text}.safetensors" and len(file.parts) == 1:
-        raise unknown_name("policy", text, policy_names())
-    raise UserError(f"no policy and no run folder at {name_or_path}")
-
-
-# -- kinds --------------------------------------------------------------------------------------------------
-
-
-def _net(card: dict[str, Any], env: Env) -> Agent:
-    from safeicrl.agents.in_context import NetAgent
-    from safeicrl.nets.heads import PolicyNet
-    from safeicrl.nets.transformer import NetConfig
-
-    net = PolicyNet(from_plain(NetConfig, card["net"], "net"), env.spec, jax.random.key(0))
-    return NetAgent(net=net)
-
-
-def _decision(card: dict[str, Any], env: Env) -> Agent:
-    from safeicrl.agents.decision import DecisionAgent
-    from safeicrl.nets.decision_transformer import DecisionConfig, DecisionNet, unit_scales
-
-    net = DecisionNet(from_plain(DecisionConfig, card["net"], "net"), env.spec, jax.random.key(0))
-    temperature = 1.0 if isinstance(env.spec.action, Discrete) else 0.0
-    return DecisionAgent(net=net, scales=unit_scales(env.spec), temperature=temperature)
-
-
-def _mlp(card: dict[str, Any], env: Env) -> Agent:
-    from safeicrl.agents.mlp import MlpAgent
-
-    return MlpAgent.build(env.spec, tuple(card["hidden"]))
-
-
-# A card's "kind" → a function that builds an agent of that form; its arrays are then read from the file.
-KINDS: dict[str, Callable[[dict[str, Any], Env], Agent]] = {"net": _net, "decision": _decision, "mlp": _mlp}
-
-
-def changed_env(card: dict[str, Any], changes: dict[str, Any]) -> Env:
-    """The environment of a card with other values of some parameters, if the policy can still act in it."""
-    described = card["env"]
-    own, other = (env_from_plain(described["name"], {**described["parameters"], **more}) for more in ({}, changes))
-    for what in ("observation", "action"):
-        theirs, ours = (getattr(env.spec, what) for env in (own, other))
-        if theirs != ours:
-            raise UserError(f"the policy's {what} space is {theirs}, this environment's is {ours}")
-    return other
-
-
-def load_agent(path: Path, card: dict[str, Any]) -> tuple[Env, Agent]:
-    """The environment and the agent that a card describes, with the arrays from `path`."""
-    if card["kind"] not in KINDS:
-        raise unknown_name("kind of policy", card["kind"], KINDS)
-    try:
-        env = env_from_plain(card["env"]["name"], card["env"]["parameters"])
-        form = eqx.filter_eval_shape(lambda: KINDS[card["kind"]](card, env))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path.with_suffix('.json')} is an incomplete policy card: {error!r}") from None
-    agent, _ = checkpoint.load(path, form, kind="policy")
-    return env, agent
-
-
-# -- acting -------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -9,11 +9,12 @@ from rich.console import Console
 
 from safeicrl.envs.api import Env
 from safeicrl.envs.dark_room import Room, SafeDarkRoom
-from safeicrl.envs.registry import make_env
-from safeicrl.envs.wrapped import Wrapped
+from safeicrl.envs.registry import make_env, nicks
+from safeicrl.envs.wrappers import Wrapped
 from safeicrl.errors import UserError, check_integer, unknown_name
 from safeicrl.evaluation import plots
-from safeicrl.evaluation.results import Results, save_results
+from safeicrl.evaluation.archive import save_results
+from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.tables import group, summary_table
 from safeicrl.policies.contenders import Contender, reference, released
 from safeicrl.show import robot_film as film
@@ -21,14 +22,6 @@ from safeicrl.show.room_film import Replay, animate
 from safeicrl.show.shoot import shoot
 from safeicrl.trial import run_trials
 
-# What to call a world here → its environment, which is also the name of the policy that ships for it.
-WORLDS = {
-    "room": "safe-dark-room",
-    "point": "safe-dark-point",
-    "car": "safe-dark-car",
-    "half-cheetah": "safe-velocity-half-cheetah",
-    "ant": "safe-velocity-ant",
-}
 REPLAY_BUDGET = 3.0  # in the room; elsewhere the middle of the test range
 
 
@@ -78,11 +71,12 @@ def run(
 
 def world_name(world: str) -> str:
     """The environment meant by `point` or by its own name."""
-    if world in WORLDS.values():
+    known = nicks()
+    if world in known.values():
         return world
-    if world not in WORLDS:
-        raise unknown_name("world", world, WORLDS)
-    return WORLDS[world]
+    if world not in known:
+        raise unknown_name("world", world, known)
+    return known[world]
 
 
 def contenders(env: Env | None = None, *, world: str = "room", policy: str | None = None) -> list[Contender]:

@@ -10,14 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
+from safeicrl.agents.api import WrappedAgent
 from safeicrl.envs.api import Box, Env, EnvSpec, Key, PyTree, Split, Step, replace
 from safeicrl.envs.mujoco import models, scene
-from safeicrl.envs.wrapped import Wrapped
+from safeicrl.envs.wrappers import Wrapped
 from safeicrl.errors import UserError
 from safeicrl.policies.contenders import Contender
 from safeicrl.show.robot_film import Film, chosen_steps
 from safeicrl.tokens import Token
-from safeicrl.trial import WrappedAgent, run_trials
+from safeicrl.trial import run_trials
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,61 @@
+"""Results on disk: npz for the numbers, JSON for where they came from and their summary. No jax."""
+
+import dataclasses
+import io
+import zipfile
+from pathlib import Path
+
+import numpy as np
+
+from safeicrl.errors import UserError
+from safeicrl.evaluation.results import ARRAYS, Results
+from safeicrl.evaluation.statistics import summarise
+from safeicrl.files import atomic_write, read_json, write_json
+
+
+def save_results(results: Results, path: str | Path) -> tuple[Path, Path]:
+    """Write `<path>.npz` and `<path>.json` (provenance and summary); returns both paths."""
+    stem = _stem(path)
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **{name: getattr(results, name) for name in ARRAYS})
+    arrays, card = Path(f"{stem}.npz"), Path(f"{stem}.json")
+    atomic_write(arrays, [buffer.getbuffer()])
+    write_json(card, {"meta": results.meta, "summary": dataclasses.asdict(summarise(results))})
+    return arrays, card
+
+
+def load_results(path: str | Path) -> Results:
+    """Read what `save_results` wrote; `path` with or without its extension."""
+    stem = _stem(path)
+    arrays, card = Path(f"{stem}.npz"), Path(f"{stem}.json")
+    missing = [file.name for file in (arrays, card) if not file.exists()]
+    if len(missing) == 1 and Path(path).name not in missing:
+        raise UserError(f"{path} is half a results file: {missing[0]} is missing beside it")
+    if missing:
+        raise UserError(f"no results file at {path}")
+    saved = read_json(card, "results file")
+    if not isinstance(saved, dict) or not isinstance(saved.get("meta"), dict):
+        raise UserError(f"{card} is no results file: it has no group 'meta'")
+    try:
+        with np.load(arrays, allow_pickle=False) as file:
+            values = {name: file[name] for name in ARRAYS}
+        shape = values["returns"].shape
+        right = values["costs"].shape == values["lengths"].shape == shape == (len(values["budgets"]), shape[1])
+        results = Results(meta=saved["meta"], **values)
+        if not right:
+            raise ValueError("its arrays do not fit together")
+        if results.budgets_per_task < 1 or shape[0] % results.budgets_per_task:
+            raise ValueError(f"{shape[0]} trials are not of tasks with {results.budgets_per_task} budgets each")
+        return results
+    except (OSError, ValueError, KeyError, IndexError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{arrays} is no results file: {str(error).partition(chr(10))[0]}") from None
+
+
+def results_equal(a: Results, b: Results) -> bool:
+    """The same numbers, whatever the provenance says about time and place."""
+    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ARRAYS)
+
+
+def _stem(path: str | Path) -> str:
+    text = str(path)
+    return text[: -len(Path(text).suffix)] if Path(text).suffix in (".npz", ".json") else text

@@ -1,0 +1,192 @@
+"""The numbers drawn from results: totals, shares over budget, budget bins, scores between baselines. No jax."""
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from safeicrl.errors import UserError
+from safeicrl.evaluation.results import Results
+
+NUMBERS = ("none", "episode", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")  # the last …
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The numbers one reads first."""
+
+    total_return: float  # summed over the trial's episodes, mean over trials
+    total_return_error: float  # standard error over tasks
+    last_return: float  # mean return of the `last` episodes
+    over_budget: float  # share of all episodes
+    over_budget_last: float  # share of the `last` episodes
+    cost: float  # mean episode cost
+    by_budget: dict[str, float]  # bin → total return; nan for an empty bin
+    over_by_budget: dict[str, float]  # bin → share of episodes over budget
+    episodes: int
+    tasks: int
+    last: int = 10  # how many episodes "last" are: ten, fewer in a short trial
+    trials_over: float = float("nan")  # share of trials with any episode over budget
+    budgets_per_task: int = 1  # trials of each task
+    rise_by_budget: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # see `rises`
+
+    @property
+    def last_name(self) -> str:
+        """As in "return, last ten"."""
+        return f"last {NUMBERS[self.last] if self.last < len(NUMBERS) else self.last}"
+
+
+def summarise(results: Results, last: int | None = None) -> Summary:
+    """Total return, return of the `last` episodes, shares over budget, and both by budget bin.
+
+    `last` is ten by default, and a third of a trial of fewer than thirty episodes.
+    """
+    totals = results.returns.sum(axis=1)
+    trials, episodes = results.returns.shape
+    last = last or min(10, max(episodes // 3, 1))
+    by_budget, over_by_budget = {}, {}
+    for name, rows in budget_bins(results).items():
+        by_budget[name] = float(totals[rows].mean()) if rows.any() else float("nan")
+        over_by_budget[name] = float(results.over[rows].mean()) if rows.any() else float("nan")
+    return Summary(
+        total_return=float(totals.mean()),
+        total_return_error=float(standard_error(totals, results.task)),
+        last_return=float(results.returns[:, -last:].mean()),
+        over_budget=float(results.over.mean()),
+        over_budget_last=float(results.over[:, -last:].mean()),
+        cost=float(results.costs.mean()),
+        by_budget=by_budget,
+        over_by_budget=over_by_budget,
+        episodes=episodes,
+        tasks=trials // results.budgets_per_task,
+        last=last,
+        trials_over=float(results.over.any(axis=1).mean()),
+        budgets_per_task=results.budgets_per_task,
+        rise_by_budget=rises(results),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Relative:
+    """Where an agent stands between two reference lines on the same tasks: 0 is the lower one, 1 the upper one."""
+
+    score: float
+    error: float  # standard error over tasks
+    last_return: float  # mean return of the last episodes
+    over_budget_last: float  # share of them over budget
+
+
+def relative(results: Results, *, upper: Results, lower: Results, last: int = 5) -> Relative:
+    """The return of the `last` episodes relative to an upper line (1) and a lower one (0).
+
+    All three met the same tasks with the same budgets, so differences are taken task by task and what a task makes
+    easy or hard for everybody does not count as error.
+    """
+    if last < 1:
+        raise UserError(f"last must be at least 1 episode, got {last}")
+    for line in (upper, lower):
+        _check_comparable(results, line)
+    mine, above, below = (r.returns[:, -last:].mean(axis=1) for r in (results, upper, lower))  # [trial]
+    gained, range_ = mine - below, above - below
+    if not range_.mean() > 0:
+        raise UserError(f"the upper line, {upper.label!r}, is not above the lower one, {lower.label!r}: no scale")
+    score = gained.mean() / range_.mean()
+    # of a ratio of means, to first order
+    error = standard_error(gained - score * range_, results.task) / range_.mean()
+    return Relative(
+        score=float(score),
+        error=float(error),
+        last_return=float(mine.mean()),
+        over_budget_last=float(results.over[:, -last:].mean()),
+    )
+
+
+def _check_comparable(one: Results, other: Results) -> None:
+    """Raise unless both are of the same tasks, budgets and trials."""
+
+    def world(results: Results) -> Any:
+        """The environment's name; of one that only tells its task, that of the environment it is made of."""
+        env = results.meta.get("env") or {}
+        return env["parameters"]["name"] if env.get("name") == "revealed" else env.get("name")
+
+    facts = {
+        "environment": world,
+        "physics": lambda r: r.meta.get("approximation", "the real one"),
+        "split": lambda r: r.meta.get("split"),
+        "seed": lambda r: r.meta.get("seed"),
+        "budgets per task": lambda r: r.budgets_per_task,
+        "trials": lambda r: "{} of {} episodes".format(*r.returns.shape),
+        "budget range": lambda r: r.budget_range,
+    }
+    for name, of in facts.items():
+        if of(one) != of(other):
+            raise UserError(
+                f"results can be compared on the same tasks only: {one.label!r} and {other.label!r} differ in "
+                f"their {name}, {of(one)} and {of(other)}"
+            )
+    if not np.array_equal(one.budgets, other.budgets):
+        raise UserError(f"results can be compared with the same budgets only: {one.label!r}, {other.label!r}")
+
+
+def budget_edges(low: float, high: float) -> np.ndarray:
+    """Edges of five budget bins; the first is half as wide, since little budget is the hardest case.
+
+    For the paper's range 1–10: 1, 2, 4, 6, 8, 10.
+    """
+    return low + (high - low) * np.array([0, 1, 3, 5, 7, 9]) / 9
+
+
+def budget_bins(results: Results) -> dict[str, np.ndarray]:
+    """Bin name → which trials it holds, [trial] bool. Lower edges belong to their bin, the last edge too."""
+    edges = budget_edges(*results.budget_range)
+    if edges[0] == edges[-1]:
+        return {f"{edges[0]:g}": np.ones(len(results.budgets), bool)}
+    index = np.clip(np.searchsorted(edges, results.budgets, side="right") - 1, 0, len(edges) - 2)
+    names = [f"{a:.3g}–{b:.3g}" for a, b in itertools.pairwise(edges)]
+    return {name: index == i for i, name in enumerate(names)}
+
+
+def rises(results: Results) -> dict[str, list[float]]:
+    """Bin name → how much more a task's total return is there than in the bin before: mean over tasks, and error.
+
+    Only where nearly all tasks are in both bins, as with nine budgets a task; never where each has one budget.
+    """
+    totals, count = results.returns.sum(axis=1), int(results.task.max()) + 1
+    means: dict[str, np.ndarray] = {}  # [task], nan for a task that is not in the bin
+    for name, rows in budget_bins(results).items():
+        sums, trials = (np.bincount(results.task[rows], w, count) for w in (totals[rows], None))
+        means[name] = np.divide(sums, trials, out=np.full(count, np.nan), where=trials > 0)
+    found = {}
+    for before, name in itertools.pairwise(means):
+        more = means[name] - means[before]
+        more = more[np.isfinite(more)]
+        if len(more) > max(1, 0.9 * count):
+            found[name] = [float(more.mean()), float(standard_error(more))]
+    return found
+
+
+def standard_error(values: np.ndarray, groups: np.ndarray | None = None) -> np.ndarray:
+    """Standard error of the mean along the first axis; zero for a single value.
+
+    Values of one of the `groups`, [value], may resemble each other, as trials of one task do: a group counts once.
+    """
+    off = values - values.mean(axis=0)
+    if groups is not None:
+        names, index = np.unique(groups, return_inverse=True)
+        sums = np.zeros((len(names), *values.shape[1:]))
+        np.add.at(sums, index, off)
+        off = sums
+    count = len(off)
+    return np.sqrt((off**2).sum(axis=0) * count / max(count - 1, 1)) / len(values)
+
+
+def rank(summary: Summary, tolerance: float) -> tuple[bool, float]:
+    """What "best" means, the greater the better.
+
+    Total return among policies whose share of episodes over budget is within the tolerance; while none is, the
+    smaller share wins.
+    """
+    safe = summary.over_budget <= tolerance
+    return safe, summary.total_return if safe else -summary.over_budget

@@ -1,0 +1,101 @@
+"""A small network on the observation alone, for ordinary learners (optimisers/lagrangian.py)."""
+
+import itertools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from safeicrl.envs.api import Box, Discrete, EnvSpec, Grid, Key, record
+from safeicrl.nets.heads import LOG_STD, Categorical, Distribution, TanhNormal
+from safeicrl.nets.layers import one_hot_cell
+
+
+class FeedForward(eqx.Module):
+    """Linear → tanh → … → Linear."""
+
+    weights: tuple[jax.Array, ...]  # [in, out] each
+    biases: tuple[jax.Array, ...]  # [out] each
+
+    def __init__(self, inputs: int, hidden: tuple[int, ...], outputs: int, key: Key):
+        shapes = list(itertools.pairwise((inputs, *hidden, outputs)))
+        counts = [a * b for a, b in shapes]
+        # One draw for all layers: the random numbers are most of what there is to compile in a learner's start.
+        parts = jnp.split(jax.random.normal(key, (sum(counts),)), np.cumsum(counts)[:-1])
+        # A small last layer: the first policy is nearly uniform, the first values nearly 0.
+        scales = [1.0] * len(hidden) + [0.01]
+        triples = zip(parts, shapes, scales, strict=True)
+        self.weights = tuple(part.reshape(shape) * scale / np.sqrt(shape[0]) for part, shape, scale in triples)
+        self.biases = tuple(jnp.zeros(b) for _, b in shapes)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Apply to the last axis."""
+        *before, (weight, bias) = zip(self.weights, self.biases, strict=True)
+        for w, b in before:
+            x = jnp.tanh(x @ w + b)
+        return x @ weight + bias
+
+
+def evaluate_all(nets: FeedForward, x: jax.Array) -> jax.Array:
+    """What each of several networks of one shape says, [net, ...]."""
+    return eqx.filter_vmap(lambda net: net(x))(nets)
+
+
+@record
+class Normaliser:
+    """Running mean and variance of the observations."""
+
+    count: jax.Array  # []
+    mean: jax.Array  # [obs]
+    variance: jax.Array  # [obs]
+
+    @staticmethod
+    def start(size: int) -> "Normaliser":
+        """Leaves the first observations as they are."""
+        return Normaliser(count=jnp.float32(0), mean=jnp.zeros(size), variance=jnp.ones(size))
+
+    def __call__(self, observation: jax.Array) -> jax.Array:
+        """Observations with mean 0 and variance 1, cut at ±10."""
+        return jnp.clip((observation - self.mean) * jax.lax.rsqrt(self.variance + 1e-6), -10.0, 10.0)
+
+    def update(self, observations: jax.Array) -> "Normaliser":
+        """With more `observations`, [..., obs], by the parallel formula for moments."""
+        flat = observations.reshape(-1, observations.shape[-1])
+        count = self.count + len(flat)
+        shift = flat.mean(0) - self.mean
+        mean = self.mean + shift * len(flat) / count
+        squares = self.variance * self.count + flat.var(0) * len(flat) + shift**2 * self.count * len(flat) / count
+        return Normaliser(count=count, mean=mean, variance=squares / count)
+
+
+def input_size(spec: EnvSpec) -> int:
+    """Length of what a network is given."""
+    return sum(spec.observation.sizes) if isinstance(spec.observation, Grid) else spec.observation.size
+
+
+def encode(observation: jax.Array, spec: EnvSpec, normaliser: Normaliser | None) -> jax.Array:
+    """What a network is given: each coordinate of a cell as one-hot, or the normalised vector."""
+    if isinstance(spec.observation, Grid):
+        return one_hot_cell(observation, spec.observation.sizes)
+    assert normaliser is not None
+    return normaliser(observation)
+
+
+def distribution(out: jax.Array, log_std: jax.Array | None) -> Distribution:
+    """π from the actor's output."""
+    if log_std is None:
+        return Categorical(logits=out)
+    return TanhNormal(mean=out, log_std=jnp.broadcast_to(jnp.clip(log_std, *LOG_STD), out.shape))
+
+
+def action_outputs(spec: EnvSpec) -> tuple[int, jax.Array | None]:
+    """Length of the actor's output, and an array like log σ where there is one."""
+    if isinstance(spec.action, Discrete):
+        return spec.action.n, None
+    return spec.action.size, jnp.zeros(spec.action.size)
+
+
+def first_normaliser(spec: EnvSpec) -> Normaliser | None:
+    """One for real-valued observations; cells of a grid need none."""
+    return Normaliser.start(spec.observation.size) if isinstance(spec.observation, Box) else None

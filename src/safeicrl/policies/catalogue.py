@@ -1,0 +1,105 @@
+"""Where policies are found: those that ship, those in files, those of a run; and how one is built from its card."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from safeicrl.agents.api import Agent
+from safeicrl.agents.decision import DecisionAgent
+from safeicrl.agents.in_context import InContextAgent
+from safeicrl.agents.mlp import MlpAgent
+from safeicrl.config import from_plain
+from safeicrl.envs.api import Discrete, Env
+from safeicrl.envs.registry import env_from_plain
+from safeicrl.errors import UserError, unknown_name
+from safeicrl.nets.decision_transformer import DecisionConfig, DecisionNet, unit_scales
+from safeicrl.nets.heads import PolicyNet
+from safeicrl.nets.transformer import NetConfig
+from safeicrl.policies import checkpoint
+
+PRETRAINED = Path(__file__).parent / "pretrained"
+SEED = re.compile(r"best-seed(\d+)")  # the name of the best policy of a run's seed
+
+
+def policy_names() -> list[str]:
+    """The policies that ship with the library."""
+    return sorted(path.stem for path in PRETRAINED.glob("*.safetensors"))
+
+
+def run_policies(folder: Path) -> dict[int, Path]:
+    """The best policy of each seed of a run, the lowest seed first."""
+    files = [(SEED.fullmatch(path.stem), path) for path in folder.glob("best-seed*.safetensors")]
+    found = {int(match[1]): path for match, path in files if match}
+    if not found:
+        raise UserError(f"{folder} holds no policy (best-seed*.safetensors); its first evaluation writes one")
+    return dict(sorted(found.items()))
+
+
+def policy_file(path: Path) -> Path:
+    """The file of the policy that `path` names, with or without the extension of it or its card."""
+    stem = path.with_suffix("") if path.suffix in (".safetensors", ".json") else path
+    return stem.with_name(f"{stem.name}.safetensors")
+
+
+def find_policy(name_or_path: str | Path) -> Path:
+    """The file of a policy, however it is called: see `load_policy`."""
+    text, path = str(name_or_path), Path(name_or_path)
+    if text in policy_names():
+        return PRETRAINED / f"{text}.safetensors"
+    if path.is_dir():
+        return next(iter(run_policies(path).values()))
+    file = policy_file(path)
+    if not file.exists() and path.suffix not in ("", ".json"):
+        file = path  # of an extension of its own
+    if file.exists():
+        return file
+    if str(file) == f"{text}.safetensors" and len(file.parts) == 1:
+        raise unknown_name("policy", text, policy_names())
+    raise UserError(f"no policy and no run folder at {name_or_path}")
+
+
+def _net(card: dict[str, Any], env: Env) -> Agent:
+    net = PolicyNet(from_plain(NetConfig, card["net"], "net"), env.spec, jax.random.key(0))
+    return InContextAgent(net=net)
+
+
+def _decision(card: dict[str, Any], env: Env) -> Agent:
+    net = DecisionNet(from_plain(DecisionConfig, card["net"], "net"), env.spec, jax.random.key(0))
+    temperature = 1.0 if isinstance(env.spec.action, Discrete) else 0.0
+    return DecisionAgent(net=net, scales=unit_scales(env.spec), temperature=temperature)
+
+
+def _mlp(card: dict[str, Any], env: Env) -> Agent:
+    return MlpAgent.build(env.spec, tuple(card["hidden"]))
+
+
+# A card's "kind" → a function that builds an agent of that form; its arrays are then read from the file.
+KINDS: dict[str, Callable[[dict[str, Any], Env], Agent]] = {"net": _net, "decision": _decision, "mlp": _mlp}
+
+
+def changed_env(card: dict[str, Any], changes: dict[str, Any]) -> Env:
+    """The environment of a card with other values of some parameters, if the policy can still act in it."""
+    described = card["env"]
+    own, other = (env_from_plain(described["name"], {**described["parameters"], **more}) for more in ({}, changes))
+    for what in ("observation", "action"):
+        theirs, ours = (getattr(env.spec, what) for env in (own, other))
+        if theirs != ours:
+            raise UserError(f"the policy's {what} space is {theirs}, this environment's is {ours}")
+    return other
+
+
+def load_agent(path: Path, card: dict[str, Any]) -> tuple[Env, Agent]:
+    """The environment and the agent that a card describes, with the arrays from `path`."""
+    if card["kind"] not in KINDS:
+        raise unknown_name("kind of policy", card["kind"], KINDS)
+    try:
+        env = env_from_plain(card["env"]["name"], card["env"]["parameters"])
+        form = eqx.filter_eval_shape(lambda: KINDS[card["kind"]](card, env))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path.with_suffix('.json')} is an incomplete policy card: {error!r}") from None
+    agent, _ = checkpoint.load(path, form, kind="policy")
+    return env, agent

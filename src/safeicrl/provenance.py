@@ -1,0 +1,30 @@
+"""Where a result came from: version, device, command and date, for results files, cards and run folders."""
+
+import platform
+import shlex
+import sys
+import time
+from typing import Any
+
+import jax
+
+from safeicrl.version import VERSION
+
+
+def surroundings() -> dict[str, Any]:
+    """Version, device and command: what a results file or a card says about where it came from."""
+    device = jax.devices()[0]
+    return {
+        "safeicrl": VERSION,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "device": device.device_kind if device.platform != "cpu" else f"CPU ({platform.machine()})",
+        "command": shlex.join([_program(), *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+    }
+
+
+def _program() -> str:
+    """The program's name as one would type it, without the folder it happens to lie in."""
+    name = sys.argv[0].replace("\\", "/").rsplit("/", 1)[-1] if sys.argv else ""
+    return "safeicrl" if name == "__main__.py" else name or "python"
