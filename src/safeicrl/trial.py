@@ -103,8 +103,11 @@ def run_trials(
     episodes: int,
     steps: int,
     segments: int = 1,
+    lengths: jax.Array | None = None,
 ) -> Trials:
     """Play each row's queue of trials, `episodes` episodes each, for `steps` steps.
+
+    With `lengths`, [row, queue] int, each trial has its own number of episodes, at most `episodes`.
 
     `tasks` are [row, queue], `budgets` [row, queue] or, one for each episode, [row, queue, episode]. `segments`
     cuts the scan so that the agent's memory can grow between them (a KV cache read only as far as it is filled);
@@ -114,6 +117,7 @@ def run_trials(
     budgets = usable_budget(jnp.asarray(budgets, jnp.float32), env.spec)
     rows, queue = budgets.shape[:2]
     budgets = jnp.broadcast_to(budgets if budgets.ndim == 3 else budgets[..., None], (rows, queue, episodes))
+    lengths = jnp.full((rows, queue), episodes) if lengths is None else lengths
     reset_key, scan_key = jax.random.split(key)
     carry = jax.vmap(_enter, (None, 0, 0, 0))(env, tasks, budgets, jax.random.split(reset_key, rows))
     memory = agent.init(tasks, rows)
@@ -122,8 +126,8 @@ def run_trials(
         row, memory = carry
         act_key, env_key = jax.random.split(key)
         memory, action, extras = agent.act(memory, row.token, act_key)
-        advance = lambda r, a, t, b, k: _advance(env, r, a, t, b, k, episodes, queue)  # noqa: E731
-        row, played = jax.vmap(advance)(row, action, tasks, budgets, jax.random.split(env_key, rows))
+        advance = lambda r, a, t, b, n, k: _advance(env, r, a, t, b, n, k, queue)  # noqa: E731
+        row, played = jax.vmap(advance)(row, action, tasks, budgets, lengths, jax.random.split(env_key, rows))
         return (row, memory), replace(played, extras=extras)
 
     def segment(carry: tuple, keys: Key) -> tuple[tuple, Trials]:
@@ -160,8 +164,8 @@ def _advance(
     action: jax.Array,
     tasks: PyTree,
     budgets: jax.Array,
+    lengths: jax.Array,
     key: Key,
-    episodes: int,
     queue: int,
 ) -> tuple[_Row, Trials]:
     """One step of one row: step the environment, then move on to the next episode or the next trial."""
@@ -169,7 +173,7 @@ def _advance(
     task = jax.tree.map(lambda x: x[row.trial], tasks)
     state, step = env.step(step_key, row.state, action, task)
     done = step.terminated | step.truncated
-    trial_done = done & (row.token.episode + 1 >= episodes)
+    trial_done = done & (row.token.episode + 1 >= lengths[row.trial])
     played = Trials(
         token=row.token, action=action, reward=step.reward, cost=step.cost, final_observation=step.observation,
         terminated=step.terminated, truncated=step.truncated, trial_done=trial_done, trial=row.trial,

@@ -1,12 +1,16 @@
-"""The policy network as an agent: sampled, tempered or greedy."""
+"""The policy network as an agent: sampled, tempered or greedy, with its guard on or off."""
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 
-from safeicrl.envs.api import Key, PyTree
-from safeicrl.nets.heads import Distribution, PolicyNet
+from safeicrl.envs.api import Key, PyTree, centre_and_half
+from safeicrl.nets.guard import Verdict, tolerated
+from safeicrl.nets.heads import Categorical, Distribution, Levels, PolicyNet, TanhNormal
 from safeicrl.nets.transformer import Cache
 from safeicrl.tokens import Token
+
+CANDIDATES = 8  # real-valued actions that the guard may choose from instead of the policy's own
 
 
 class InContextAgent(eqx.Module):
@@ -14,6 +18,7 @@ class InContextAgent(eqx.Module):
 
     net: PolicyNet
     epsilon: jax.Array | None = None  # [] exploration added while training off-policy
+    risk: jax.Array | float | None = None  # the guard's threshold; None: no guard
     temperature: float = eqx.field(static=True, default=1.0)  # 0: greedy
 
     def init(self, tasks: PyTree, rows: int) -> Cache:
@@ -25,16 +30,71 @@ class InContextAgent(eqx.Module):
         return self.net.trunk.extend_cache(memory, steps)
 
     def act(self, memory: Cache, token: Token, key: Key) -> tuple[Cache, jax.Array, PyTree]:
-        """Read the tokens, choose the actions, and record their log-probabilities under the policy acted by."""
-        memory, policy = self.policy(memory, token)
-        if self.temperature == 0:
-            return memory, policy.mode(), None
-        policy = policy if self.temperature == 1 else policy.tempered(self.temperature)
-        policy = policy if self.epsilon is None else policy.explored(self.epsilon)
-        action = policy.sample(key)
-        return memory, action, {"log_prob": policy.log_prob(action)}
+        """Read the tokens, choose the actions; also returns what a learner or a user wants to know of the choice.
 
-    def policy(self, memory: Cache, token: Token) -> tuple[Cache, Distribution]:
-        """π(· | history) for the newest token of each row."""
+        That is the log-probability under the policy acted by and, with a guard, what the guard said and did.
+        """
         memory, features = self.net.trunk.step(memory, token, token.first)
-        return memory, self.net.distribution(features)
+        policy = self.net.distribution(features)
+        if self.temperature not in (0, 1):
+            policy = policy.tempered(self.temperature)
+        policy = policy if self.epsilon is None else policy.explored(self.epsilon)
+        guard, risk = self.net.guard, self.risk
+        if guard is None or risk is None:
+            action = self._choose(policy, key)
+            return memory, action, {"log_prob": policy.log_prob(action)}
+        if isinstance(policy, TanhNormal):
+            candidates = self._candidates(policy, key)  # [row, candidate, action]
+            centre, half = centre_and_half(self.net.trunk.spec.action)  # type: ignore[arg-type]
+            risks = guard.rate(features, (candidates - centre) / half, token.ctg)
+            return memory, *self._least_risky(policy, candidates, risks, risk)
+        return memory, *self._allowed(policy, guard.judge(features, token.ctg, risk), key)
+
+    def _choose(self, policy: Distribution, key: Key) -> jax.Array:
+        return policy.mode() if self.temperature == 0 else policy.sample(key)
+
+    def _allowed(self, policy: Categorical | Levels, verdict: Verdict, key: Key) -> tuple[jax.Array, PyTree]:
+        """The policy's action if the guard allows it, else one drawn from what it allows.
+
+        Both ways together are the policy restricted to the allowed actions.
+        """
+        safe = policy.restricted(verdict.allowed)
+        of = lambda values, action: jnp.take_along_axis(values, policy.index(action)[:, None], -1)[:, 0]  # noqa: E731
+        first_key, second_key = jax.random.split(key)
+        action = self._choose(policy, first_key)
+        fine = of(verdict.allowed, action)
+        other = safe.mode() if self.temperature == 0 else safe.sample(second_key)
+        action = _where(fine, action, other)
+        return action, {
+            "log_prob": safe.log_prob(action),
+            "allowed": verdict.allowed,
+            "risk": of(verdict.risk, action),
+            "stepped_in": ~fine,
+        }
+
+    def _candidates(self, policy: TanhNormal, key: Key) -> jax.Array:
+        """The policy's own choice first, then more of its samples, last the middle of the range (coast)."""
+        first_key, *keys = jax.random.split(key, CANDIDATES)
+        proposal = self._choose(policy, first_key)
+        return jnp.stack([proposal, *(policy.sample(k) for k in keys), jnp.full_like(proposal, policy.centre)], 1)
+
+    def _least_risky(
+        self, policy: TanhNormal, candidates: jax.Array, risks: jax.Array, risk: jax.Array | float
+    ) -> tuple[jax.Array, PyTree]:
+        """The policy's action if its risk is tolerable, else the least risky candidate.
+
+        To a learner the guard is part of the world: it learns from what it proposed.
+        """
+        fine = risks[:, 0] <= tolerated(risks, risk)[:, 0]
+        chosen = jnp.where(fine, 0, risks.argmin(-1))
+        action = jnp.take_along_axis(candidates, chosen[:, None, None], 1)[:, 0]
+        return action, {
+            "log_prob": policy.log_prob(candidates[:, 0]),
+            "proposal": candidates[:, 0],
+            "risk": jnp.take_along_axis(risks, chosen[:, None], 1)[:, 0],
+            "stepped_in": ~fine,
+        }
+
+
+def _where(rows: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.where(rows.reshape((-1,) + (1,) * (x.ndim - 1)), x, y)

@@ -17,6 +17,7 @@ from safeicrl.agents.in_context import InContextAgent
 from safeicrl.envs.api import Env, Key, PyTree, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.attention import MAX_TRIALS
+from safeicrl.nets.guard import check_risk
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers.ddpg import DDPG, DDPGConfig
@@ -24,6 +25,7 @@ from safeicrl.optimisers.ppo import PPO, PPOConfig
 from safeicrl.penalty import EpisodeCosts, PenaltyConfig, collect_costs, over_by_bin, update_multiplier
 from safeicrl.trial import Trials, run_trials, sample_queue
 
+OVERTIME = 3  # times as many episodes as a usual trial
 SPENT = 0.01  # by at least so much a budget is spent when its episode begins with it spent
 
 
@@ -38,6 +40,8 @@ class ScaredConfig:
     steps: int | None = None  # tokens in a row; None: a whole trial's worth
     segments: int = 6  # stages in which the KV cache grows while acting
     budget_power: float = 1.5  # budgets are low + (high − low) u^power: > 1 practises small ones more
+    risk: float = 0.03  # chance of breaking the budget that the guard tolerates (net.guard)
+    overtime: float = 0.0  # share of the trials that last OVERTIME times as many episodes, see `draw`
     spent: float = 0.0  # share of the episodes whose budget is spent before they begin, see `draw`
     net: NetConfig = field(default_factory=NetConfig)
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
@@ -52,12 +56,18 @@ class ScaredConfig:
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)
         check_number("budget_power", self.budget_power, 0.0, strict=True)
-        if check_number("spent", self.spent, 0.0) > 1:
-            raise UserError(f"spent must be at most 1, got {self.spent}")
+        for name in ("spent", "overtime"):
+            if check_number(name, getattr(self, name), 0.0) > 1:
+                raise UserError(f"{name} must be at most 1, got {getattr(self, name)}")
+        check_risk(self.risk)
         if self.optimiser not in ("ppo", "ddpg"):
             raise UserError(f"optimiser must be ppo or ddpg, got {self.optimiser!r}")
         if self.net.levels and self.optimiser == "ddpg":
             raise UserError("net.levels is for ppo; ddpg, which follows the slope of Q in its actions, takes 0")
+        if self.net.guard and self.optimiser == "ddpg":
+            raise UserError(
+                "net.guard is for ppo: replayed rows of ddpg were chosen under guards that no longer exist; use 0"
+            )
         if self.penalty.source == "replay" and self.optimiser != "ddpg":
             raise UserError(f"penalty.source replay needs the optimiser that has one, ddpg, got {self.optimiser!r}")
         if self.queue > MAX_TRIALS:
@@ -79,12 +89,9 @@ class Scared:
 
     def __init__(self, env: Env, config: ScaredConfig):
         self.env, self.config = env, config
-        self.episodes = config.episodes or env.spec.episodes
-        self.steps = config.steps or self.episodes * env.spec.max_steps
-        longest = min(self.steps, self.episodes * env.spec.max_steps)
-        if config.net.context < longest:
-            # Acting would forget what the learner, which reads whole rows, still sees.
-            raise UserError(f"net.context must hold a whole trial of {longest} tokens, got {config.net.context}")
+        self.usual = config.episodes or env.spec.episodes  # episodes of a trial ...
+        self.episodes = self.usual * (OVERTIME if config.overtime else 1)  # ... and of the longest one
+        self.steps = config.steps or self.usual * env.spec.max_steps
         self.edges = budget_edges(*env.spec.train_budget)
         self.optimiser = self._optimiser()
 
@@ -92,7 +99,8 @@ class Scared:
         config = self.config
         shared = (self.env, config.net, config.penalty)
         if config.optimiser == "ppo":
-            return PPO(*shared, config.ppo, iterations=config.iterations, rows=config.rows)
+            risk = config.risk if config.net.guard else None
+            return PPO(*shared, config.ppo, iterations=config.iterations, rows=config.rows, risk=risk)
         # The replay must know what a row looks like before any was played.
         key = jax.random.key(0)
         tasks, budgets = jax.eval_shape(self.draw, key)
@@ -121,7 +129,8 @@ class Scared:
 
     def card(self) -> dict[str, Any]:
         """What rebuilds the policy around its arrays."""
-        return {"kind": "net", "net": dataclasses.asdict(self.config.net)}
+        guarded = {"risk": self.config.risk} if self.config.net.guard else {}
+        return {"kind": "net", "net": dataclasses.asdict(self.config.net), **guarded}
 
     def update(self, state: ScaredState) -> tuple[ScaredState, dict[str, jax.Array]]:
         """One iteration of Eq. 6."""
@@ -152,10 +161,15 @@ class Scared:
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), old, fresh)
 
     def play(self, agent: Agent, tasks: PyTree, budgets: jax.Array, key: Key) -> Trials:
-        """One iteration's rows of trials."""
+        """One iteration's rows of trials.
+
+        Some may go into overtime: a deployed policy does not stop at K, so training shows it what lies beyond.
+        """
+        long = jax.random.bernoulli(jax.random.fold_in(key, 1), self.config.overtime, budgets.shape[:2])
         return run_trials(
             self.env, agent, tasks, budgets, key,
             episodes=self.episodes, steps=self.steps, segments=self.config.segments,
+            lengths=jnp.where(long, self.episodes, self.usual),
         )  # fmt: skip
 
     def draw(self, key: Key) -> tuple[PyTree, jax.Array]:

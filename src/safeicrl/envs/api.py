@@ -71,6 +71,7 @@ class EnvSpec:
     test_budget: tuple[float, float]  # range of δ in the paper's evaluation
     cost_unit: float  # every step cost is a multiple of it; 0 when costs are real-valued
     task_features: int  # length of `Env.task_features(task)`
+    max_cost: float = np.inf  # largest cost of one step; a guard needs one that is finite
 
     @property
     def trial_steps(self) -> int:

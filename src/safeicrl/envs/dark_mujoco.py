@@ -84,6 +84,7 @@ class SafeDarkMujoco:
             test_budget=self.test_budget,
             cost_unit=1.0,
             task_features=2 + 2 * self.hazards,
+            max_cost=float(self.macro_steps),
         )
 
     @property

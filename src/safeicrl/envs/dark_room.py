@@ -73,6 +73,7 @@ class SafeDarkRoom:
             test_budget=self.test_budget,
             cost_unit=1.0,
             task_features=2 * self.size**2,
+            max_cost=1.0,
         )
 
     @property

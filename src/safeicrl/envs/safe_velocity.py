@@ -72,6 +72,7 @@ class SafeVelocity:
             test_budget=self.test_budget,
             cost_unit=1.0,
             task_features=1,
+            max_cost=1.0,
         )
 
     @property

@@ -12,17 +12,19 @@ SEPARATION = 40.0  # logits added within a trial; e^−40 of the weight leaks be
 MAX_TRIALS = 8  # trials a row can hold (the separating code is one-hot)
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, trial: jax.Array) -> jax.Array:
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, trial: jax.Array, window: int) -> jax.Array:
     """Causal attention of whole rows. q, k, v: [row, time, head, dim]; trial: [row, time] int. → like v.
+
+    A token sees the newest `window` tokens of its trial, itself among them, as acting with a cache does.
 
     Fused cuDNN attention on NVIDIA GPUs in bfloat16, plain block-causal attention everywhere else.
     """
     # Not `lax.platform_dependent`: that traces both branches, and cuDNN's refuses to be traced without a GPU.
     fused = q.dtype == jnp.bfloat16 and jax.default_backend() == "gpu"
-    return (_attend_fused if fused else _attend_blocks)(q, k, v, trial)
+    return (_attend_fused if fused else _attend_blocks)(q, k, v, trial, window)
 
 
-def _attend_fused(q: jax.Array, k: jax.Array, v: jax.Array, trial: jax.Array) -> jax.Array:
+def _attend_fused(q: jax.Array, k: jax.Array, v: jax.Array, trial: jax.Array, window: int) -> jax.Array:
     """cuDNN has no cheap mask for trials: code the trial as one-hot in extra dimensions of q and k instead.
 
     Head dimensions this small are padded inside the kernel anyway, so the extra eight cost nothing.
@@ -34,24 +36,29 @@ def _attend_fused(q: jax.Array, k: jax.Array, v: jax.Array, trial: jax.Array) ->
     q = jnp.concatenate([q, code * (SEPARATION / scale)], -1)
     k = jnp.concatenate([k, code], -1)
     v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, extra)))
-    out = jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, implementation="cudnn")
+    local = (window - 1, 0) if window < q.shape[1] else None
+    out = jax.nn.dot_product_attention(
+        q, k, v, scale=scale, is_causal=True, local_window_size=local, implementation="cudnn"
+    )
     return out[..., :dim]
 
 
-def _attend_blocks(q: jax.Array, k: jax.Array, v: jax.Array, trial: jax.Array) -> jax.Array:
+def _attend_blocks(q: jax.Array, k: jax.Array, v: jax.Array, trial: jax.Array, window: int) -> jax.Array:
     steps = q.shape[1]
     # At most a dozen blocks: more would only grow the program.
     chunk = max(CHUNK if jax.default_backend() == "cpu" else WIDE_CHUNK, -(-steps // 12))
     blocks = []
     for begin in range(0, steps, chunk):
         end = min(begin + chunk, steps)
-        # Later keys cannot be seen from this block, so they are not even read.
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q[:, begin:end], k[:, :end]) * q.shape[-1] ** -0.5
-        causal = jnp.arange(end)[None, :] <= jnp.arange(begin, end)[:, None]
-        same = trial[:, begin:end, None] == trial[:, None, :end]
+        # Keys that no token of this block can see are not even read.
+        first = max(begin + 1 - window, 0)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q[:, begin:end], k[:, first:end]) * q.shape[-1] ** -0.5
+        age = jnp.arange(begin, end)[:, None] - jnp.arange(first, end)[None, :]
+        causal = (age >= 0) & (age < window)
+        same = trial[:, begin:end, None] == trial[:, None, first:end]
         scores = jnp.where((causal & same)[:, None], scores.astype(jnp.float32), -jnp.inf)
         weights = jax.nn.softmax(scores, -1).astype(v.dtype)
-        blocks.append(jnp.einsum("bhqk,bkhd->bqhd", weights, v[:, :end]))
+        blocks.append(jnp.einsum("bhqk,bkhd->bqhd", weights, v[:, first:end]))
     return jnp.concatenate(blocks, 1)
 
 

@@ -5,13 +5,16 @@ from dataclasses import field
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from safeicrl.envs.api import Discrete, EnvSpec, Key, centre_and_half, record, replace
+from safeicrl.nets.guard import Guard
 from safeicrl.nets.layers import MLP, Linear
 from safeicrl.nets.transformer import NetConfig, Transformer
 
 HIDDEN = 128  # of a critic
 LOG_STD = (-4.0, 1.0)  # range of a tanh-normal's log standard deviation
+FORBIDDEN = -1e9  # logit of an action that must not be taken
 EDGE = 1.0 - 1e-6  # actions are kept this far inside (−1, 1), where atanh is finite
 
 
@@ -49,6 +52,14 @@ class Categorical:
     def tempered(self, temperature: float) -> "Categorical":
         """The distribution ∝ p^(1/temperature)."""
         return Categorical(logits=self.logits / temperature)
+
+    def restricted(self, allowed: jax.Array) -> "Categorical":
+        """The distribution given that the action is one of those `allowed`, [..., n] bool."""
+        return Categorical(logits=jnp.where(allowed, self.logits, FORBIDDEN))
+
+    def index(self, action: jax.Array) -> jax.Array:
+        """Which of the n actions it is: itself."""
+        return action
 
     def explored(self, epsilon: jax.Array) -> "Categorical":
         """A uniform action with probability ε."""
@@ -136,9 +147,7 @@ class Levels:
 
     def log_prob(self, action: jax.Array) -> jax.Array:
         """Log-probability of the levels nearest to `action`, [...]."""
-        unit = (action - self.low) / (self.high - self.low)
-        last = self.choice.logits.shape[-1] - 1
-        index = jnp.clip(jnp.round(unit * last), 0, last).astype(jnp.int32)
+        index = _nearest(action, self.low, self.high, self.choice.logits.shape[-1])
         return self.choice.log_prob(index).sum(-1)
 
     def entropy(self) -> jax.Array:
@@ -158,15 +167,69 @@ class Levels:
         """Each number at a uniform level with probability ε."""
         return replace(self, choice=self.choice.explored(epsilon))
 
+    def restricted(self, allowed: jax.Array) -> "Combinations":
+        """The distribution given that the combination of levels is one of those `allowed`, [..., combination]."""
+        log_p = jax.nn.log_softmax(self.choice.logits)
+        joint = log_p[..., 0, :]
+        for number in range(1, log_p.shape[-2]):
+            joint = (joint[..., :, None] + log_p[..., number, None, :]).reshape(*joint.shape[:-1], -1)
+        own = Categorical(logits=joint).restricted(allowed)
+        return Combinations(choice=own, low=self.low, high=self.high, shape=(log_p.shape[-2], log_p.shape[-1]))
+
+    def index(self, action: jax.Array) -> jax.Array:
+        """Which combination of levels is nearest to `action`, [...]."""
+        number, levels = self.choice.logits.shape[-2:]
+        return (_nearest(action, self.low, self.high, levels) * levels ** np.arange(number)[::-1]).sum(-1)
+
+
+@record
+class Combinations:
+    """Real-valued actions whose numbers are drawn together: one of all combinations of their levels."""
+
+    choice: Categorical  # [...] of levels^numbers
+    low: float = field(metadata={"static": True})  # of the environment's range of actions
+    high: float = field(metadata={"static": True})
+    shape: tuple[int, int] = field(metadata={"static": True})  # numbers of an action, levels of each
+
+    def sample(self, key: Key) -> jax.Array:
+        """Draw actions, [..., action]."""
+        return self._action(self.choice.sample(key))
+
+    def mode(self) -> jax.Array:
+        """The most probable actions."""
+        return self._action(self.choice.mode())
+
+    def _action(self, index: jax.Array) -> jax.Array:
+        number, levels = self.shape
+        digits = index[..., None] // levels ** np.arange(number)[::-1] % levels
+        return self.low + (self.high - self.low) / (levels - 1) * digits
+
+    def log_prob(self, action: jax.Array) -> jax.Array:
+        """Log-probability of the combination nearest to `action`, [...]."""
+        number, levels = self.shape
+        index = (_nearest(action, self.low, self.high, levels) * levels ** np.arange(number)[::-1]).sum(-1)
+        return self.choice.log_prob(index)
+
+    def entropy(self) -> jax.Array:
+        """Entropy, [...]."""
+        return self.choice.entropy()
+
+
+def _nearest(action: jax.Array, low: float, high: float, levels: int) -> jax.Array:
+    """The level nearest to each number of `action`, int32."""
+    unit = (action - low) / (high - low)
+    return jnp.clip(jnp.round(unit * (levels - 1)), 0, levels - 1).astype(jnp.int32)
+
 
 Distribution = Categorical | TanhNormal | Levels
 
 
 class PolicyNet(eqx.Module):
-    """What is released: the transformer and its actor head."""
+    """What is released: the transformer, its actor head, and its guard where it has one."""
 
     trunk: Transformer
     actor: MLP
+    guard: Guard | None
 
     def __init__(self, config: NetConfig, spec: EnvSpec, key: Key):
         trunk, actor = jax.random.split(key)
@@ -178,6 +241,12 @@ class PolicyNet(eqx.Module):
         self.trunk = Transformer(config, spec, trunk)
         # A small last layer: the first policy is nearly uniform whatever the history.
         self.actor = MLP(config.width, config.width, outputs, actor, scale=0.01)
+        self.guard = None
+        if config.guard:
+            discrete = isinstance(spec.action, Discrete)
+            choices = spec.action.n if discrete else config.levels**spec.action.size if config.levels else 0  # type: ignore[union-attr]
+            guard = jax.random.fold_in(key, 1)
+            self.guard = Guard(spec, width=config.width, choices=choices, depth=config.guard, key=guard)
 
     def distribution(self, features: jax.Array, actor: MLP | None = None) -> Distribution:
         """π(· | history) from the transformer's features, any leading shape; by another `actor` if given."""

@@ -29,8 +29,10 @@ class NetConfig:
     width: int = 64  # of a token's vector
     layers: int = 4  # blocks of attention and MLP
     heads: int = 8  # of attention; width must be a multiple
-    context: int = 1500  # tokens the cache holds; older ones are overwritten
+    context: int = 1500  # newest tokens that a token sees, in learning and in acting; older ones are forgotten
     levels: int = 0  # of a real-valued action, see heads.Levels; 0: a tanh-normal instead
+    guard: int = 0  # steps that the guard looks ahead (guard.py); 0: no guard
+    saturate: int | None = None  # episode from which on the index of the episode no longer grows; None: never
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on a GPU, float32 elsewhere
 
     def __post_init__(self) -> None:
@@ -38,6 +40,9 @@ class NetConfig:
             check_integer(name, getattr(self, name), 1)
         if check_integer("levels", self.levels, 0) == 1:
             raise UserError("levels must be 0, for a tanh-normal, or at least 2, got 1")
+        check_integer("guard", self.guard, 0)
+        if self.saturate is not None:
+            check_integer("saturate", self.saturate, 1)
         if self.width % self.heads:
             raise UserError(f"width must be a multiple of heads, got width {self.width} and heads {self.heads}")
         if self.dtype not in ("auto", "float32", "bfloat16"):
@@ -60,8 +65,12 @@ class Cache:
     age: jax.Array  # [row] int32, tokens of the row's present trial in the cache
 
 
-def featurise(token: Token, spec: EnvSpec) -> jax.Array:
-    """A token as a float vector, [..., feature]. Any leading shape."""
+def featurise(token: Token, spec: EnvSpec, saturate: int | None = None) -> jax.Array:
+    """A token as a float vector, [..., feature]. Any leading shape.
+
+    The episode's index stops at `saturate`: an agent that runs on for ever then sees nothing it was not trained on.
+    """
+    episode = token.episode if saturate is None else jnp.minimum(token.episode, saturate)
     scale = max(spec.train_budget[1], 1.0)
     ramps = scale * 0.5 ** jnp.arange(CTG_SCALES)
     waves = jnp.pi * 2.0 ** jnp.arange(TIME_WAVES) * (token.time[..., None] / spec.max_steps)
@@ -76,7 +85,7 @@ def featurise(token: Token, spec: EnvSpec) -> jax.Array:
         token.cost,
         token.start,
         token.time / spec.max_steps,
-        token.episode / spec.episodes,
+        episode / spec.episodes,
     ]
     return jnp.concatenate(
         [
@@ -154,14 +163,15 @@ class Transformer(eqx.Module):
 
     def embed(self, token: Token) -> jax.Array:
         """Tokens → vectors, in the computing type."""
-        return self.norm_in(self.encoder(featurise(token, self.spec).astype(self.config.compute_dtype)))
+        features = featurise(token, self.spec, self.config.saturate)
+        return self.norm_in(self.encoder(features.astype(self.config.compute_dtype)))
 
     def forward(self, tokens: Token, trial: jax.Array) -> jax.Array:
         """Features of every token of whole rows, [row, time, width]. `trial`: [row, time] int."""
         x = self.embed(tokens)
         for block in self.blocks:
             q, k, v = block.split(x)
-            x = block.finish(x, attend(q, k, v, trial))
+            x = block.finish(x, attend(q, k, v, trial, self.config.context))
         return self.norm_out(x)
 
     def init_cache(self, rows: int, slots: int) -> Cache:

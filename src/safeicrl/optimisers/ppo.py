@@ -5,7 +5,7 @@ recomputes its advantages from the current critics, since its rows are whole.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import optax
 
 from safeicrl.agents.in_context import InContextAgent
-from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, record, replace
+from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, centre_and_half, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
-from safeicrl.nets.heads import Critic, PolicyNet
+from safeicrl.nets.heads import Critic, PolicyNet, TanhNormal
 from safeicrl.nets.layers import in_new_units
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.penalty import PenaltyConfig, excess_cost, net_reward, over_budget
@@ -90,12 +90,19 @@ class PPO:
     """The optimiser; pure functions of its state."""
 
     def __init__(
-        self, env: Env, net: NetConfig, penalty: PenaltyConfig, config: PPOConfig, iterations: int, rows: int
+        self,
+        env: Env,
+        net: NetConfig,
+        penalty: PenaltyConfig,
+        config: PPOConfig,
+        iterations: int,
+        rows: int,
+        risk: float | None = None,
     ):
         if rows % config.minibatch:
             raise UserError(f"rows must be a multiple of ppo.minibatch, got {rows} and {config.minibatch}")
         self.env, self.net, self.penalty, self.config = env, net, penalty, config
-        self.iterations, self.rows = iterations, rows
+        self.iterations, self.rows, self.risk = iterations, rows, risk
         steps = iterations * config.epochs * (rows // config.minibatch)
         per_iteration = steps // max(iterations, 1)
         begin, end = config.learning_rate
@@ -119,8 +126,8 @@ class PPO:
         return replace(state, net=other.net, scale=other.scale)
 
     def agent(self, state: PPOState) -> InContextAgent:
-        """The policy, sampled."""
-        return InContextAgent(state.net.policy)
+        """The policy, sampled, with its guard if it has one."""
+        return InContextAgent(state.net.policy, risk=self.risk)
 
     def explorer(self, state: PPOState) -> InContextAgent:
         """The policy that plays in training: the same."""
@@ -160,7 +167,7 @@ class PPO:
         """Clipped surrogate + value errors − entropy, over the valid steps of the batch's rows."""
         trials = batch.trials
         features = net.policy.trunk.forward(trials.token, trials.trial)
-        policy = net.policy.distribution(features)
+        log_prob, randomness, guard_loss, guard_metrics = self.policy_terms(net.policy, features, trials)
         critics = (net.reward_critic, net.cost_critic)
         values = jnp.stack(
             [critic(features, batch.task, trials.trial) for critic in critics]
@@ -171,14 +178,14 @@ class PPO:
 
         weight = batch.multiplier if self.penalty.form == "excess" else batch.multiplier * over_budget(trials)
         advantage = _standardise(advantages[0] - weight * advantages[1], mask)
-        ratio = jnp.exp(policy.log_prob(trials.action) - trials.extras["log_prob"])
+        ratio = jnp.exp(log_prob - trials.extras["log_prob"])
         clipped = jnp.clip(ratio, 1 - self.config.clip, 1 + self.config.clip)
         actor = -_mean(jnp.minimum(ratio * advantage, clipped * advantage), mask)
 
         targets = jax.lax.stop_gradient(values) + advantages / scale[:, None, None]
         critic = jnp.stack([_mean((v - t) ** 2, mask) for v, t in zip(values, targets, strict=True)])
-        randomness = _mean(policy.entropy(), mask)
         metrics = {
+            **guard_metrics,
             "actor_loss": actor,
             "reward_critic_loss": critic[0],
             "cost_critic_loss": critic[1],
@@ -188,7 +195,27 @@ class PPO:
         }
         rms = jnp.sqrt(jnp.stack([_mean((t * s) ** 2, mask) for t, s in zip(targets, scale, strict=True)]))
         scale = 0.99 * scale + 0.01 * jnp.maximum(rms, 1e-2)
-        return actor + self.config.value_weight * critic.sum() - entropy * randomness, (scale, metrics)
+        loss = actor + self.config.value_weight * critic.sum() - entropy * randomness + guard_loss
+        return loss, (scale, metrics)
+
+    def policy_terms(self, net: PolicyNet, features: jax.Array, trials: Trials) -> tuple:
+        """Log-probabilities of what was chosen [row, time], mean entropy, the guard's loss and its metrics."""
+        policy, mask, guard = net.distribution(features), trials.learnable, net.guard
+        if guard is None:
+            return policy.log_prob(trials.action), _mean(policy.entropy(), mask), 0.0, {}
+        played: Any = policy
+        if isinstance(policy, TanhNormal):  # the guard is part of the world: what counts is what was proposed
+            centre, half = centre_and_half(self.env.spec.action)  # type: ignore[arg-type]
+            chosen, taken = trials.extras["proposal"], (trials.action - centre) / half
+        else:  # the policy was restricted to what the guard allowed
+            chosen, taken, played = (
+                trials.action,
+                policy.index(trials.action),
+                policy.restricted(trials.extras["allowed"]),
+            )
+        loss, metrics = guard.loss(features, taken, trials.cost, trials.done, mask)
+        metrics |= {"guard_stepped_in": _mean(trials.extras["stepped_in"].astype(jnp.float32), mask)}
+        return played.log_prob(chosen), _mean(played.entropy(), mask), loss, metrics
 
     def advantages(self, values: jax.Array, trials: Trials) -> jax.Array:
         """Advantages of reward and cost, [2, row, time]."""

@@ -64,7 +64,7 @@ def find_policy(name_or_path: str | Path) -> Path:
 
 def _net(card: dict[str, Any], env: Env) -> Agent:
     net = PolicyNet(from_plain(NetConfig, card["net"], "net"), env.spec, jax.random.key(0))
-    return InContextAgent(net=net)
+    return InContextAgent(net=net, risk=card.get("risk"))
 
 
 def _decision(card: dict[str, Any], env: Env) -> Agent:

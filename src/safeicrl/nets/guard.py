@@ -1,0 +1,154 @@
+"""The guard: a learned cost model on the policy's own features, and the rule that uses it at the budget's edge.
+
+A penalty teaches a policy to break its budget rarely; it cannot stop a sampled action that is one step too many.
+The guard can. For every action it predicts the chance that the next `depth` steps cost more than what is left of
+the budget, and it forbids the actions whose chance exceeds the user's `risk`.
+
+What is predicted does not depend on the policy, so a forbidden action is judged as fairly as an allowed one:
+
+    p₁(k | h, a) = P(c > k)                                            the cost of this step alone
+    p_d(k | h, a) = E[ 1 if c > k, else min_a' p_{d−1}(k − c | h', a') ]    d steps, each later one the safest
+
+`p₁` is learned by cross-entropy from the action that was taken and the cost that followed. `p_d` looks one step
+further than `p_{d−1}`: after the action comes the safest one that the model itself knows, or, where actions are
+real numbers, the middle of their range (coast). Depth 1 cannot see a trap that springs at the second step, such
+as a body that moves too fast to stop. An episode's end ends the count.
+
+The guard acts only where it decides something: while the rest of the budget covers all that `depth` steps can
+cost, every action is allowed. If all actions are risky, the least risky ones are allowed.
+"""
+
+import math
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from safeicrl.envs.api import EnvSpec, Key
+from safeicrl.errors import UserError
+from safeicrl.nets.layers import MLP
+
+SLACK = (1.5, 0.01)  # an action is no riskier than the safest one up to this factor and this difference
+PARTS = 8  # into which the largest cost of a step is cut where costs are real numbers
+THRESHOLDS = 12  # at most; more are merged, on the safe side
+NEAR = 1e-4  # rounding of a sum of costs, in units
+
+
+class Verdict(NamedTuple):
+    """What the guard says of every action at one step."""
+
+    risk: jax.Array  # [..., action] predicted chance that the budget breaks within `depth` steps
+    allowed: jax.Array  # [..., action] bool
+
+
+class Guard(eqx.Module):
+    """The cost model and the rule.
+
+    Finite actions are scored all at once from the features. Real-valued ones are an input beside the features.
+    """
+
+    head: MLP
+    choices: int = eqx.field(static=True)  # number of actions; 0: real-valued
+    depth: int = eqx.field(static=True)  # steps ahead
+    unit: float = eqx.field(static=True)  # of cost, between two thresholds
+    thresholds: int = eqx.field(static=True)  # k·unit for k = 0 … thresholds − 1
+
+    def __init__(self, spec: EnvSpec, *, width: int, choices: int, depth: int, key: Key):
+        if not np.isfinite(spec.max_cost):
+            raise UserError(
+                "a guard needs costs with a bound: the environment's spec.max_cost, the largest cost of one step, "
+                f"must be finite, got {spec.max_cost}"
+            )
+        self.choices, self.depth = choices, depth
+        most, unit = depth * spec.max_cost, spec.cost_unit or spec.max_cost / PARTS
+        self.unit = unit * max(math.ceil(most / unit / THRESHOLDS), 1)
+        self.thresholds = math.ceil(most / self.unit - NEAR)
+        inputs = width if choices else width + spec.action.size  # type: ignore[union-attr]
+        self.head = MLP(inputs, 2 * width, depth * self.thresholds * max(choices, 1), key, scale=0.1)
+
+    def logits(self, features: jax.Array, action: jax.Array | None = None) -> jax.Array:
+        """Of p_d(k | h, a), [..., depth, threshold, action]; without the last axis for one real-valued action."""
+        if self.choices:
+            out = self.head.read_out(features)
+            return out.reshape(*features.shape[:-1], self.depth, self.thresholds, self.choices)
+        assert action is not None
+        joined = jnp.concatenate([features, action.astype(features.dtype)], -1)
+        return self.head.read_out(joined).reshape(*joined.shape[:-1], self.depth, self.thresholds)
+
+    def judge(self, features: jax.Array, ctg: jax.Array, risk: jax.Array | float) -> Verdict:
+        """The verdict on every action of a finite set, [..., action]; `ctg` [...] is what is left of the budget."""
+        logits = self.logits(features)[..., -1, :, :]  # of the full depth
+        left = self._index(ctg)[..., None, None]
+        chance = jax.nn.sigmoid(jnp.take_along_axis(logits, jnp.clip(left, 0, self.thresholds - 1), -2)[..., 0, :])
+        chance = jnp.where(left[..., 0] >= self.thresholds, 0.0, chance)  # cannot be spent within `depth` steps
+        return Verdict(risk=chance, allowed=chance <= tolerated(chance, risk))
+
+    def rate(self, features: jax.Array, actions: jax.Array, ctg: jax.Array) -> jax.Array:
+        """The risk of real-valued candidate actions, [..., candidate] of [..., candidate, action]."""
+        wide = jnp.broadcast_to(features[..., None, :], (*actions.shape[:-1], features.shape[-1]))
+        logits = self.logits(wide, actions)[..., -1, :]  # [..., candidate, threshold]
+        left = self._index(ctg)[..., None, None]
+        chance = jax.nn.sigmoid(jnp.take_along_axis(logits, jnp.clip(left, 0, self.thresholds - 1), -1)[..., 0])
+        return jnp.where(left[..., 0] >= self.thresholds, 0.0, chance)
+
+    def _index(self, left: jax.Array) -> jax.Array:
+        """The largest threshold that is not above what is left, [...] int; 0 once the budget is overspent."""
+        return jnp.floor(jnp.maximum(left, 0.0) / self.unit + NEAR).astype(jnp.int32)
+
+    def loss(
+        self, features: jax.Array, action: jax.Array, cost: jax.Array, done: jax.Array, known: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Cross-entropy of every p_d at the actions that were taken; all arrays [row, time, ...].
+
+        `action` is the index of a finite action, or the real-valued one; `done` marks the end of an episode, and
+        `known` the steps whose successor, where there is one, is the next in the row.
+        """
+        logits = self.logits(features, None if self.choices else action)  # [row, time, depth, threshold(, action)]
+        taken = logits
+        if self.choices:
+            taken = jnp.take_along_axis(logits, action[..., None, None, None], -1)[..., 0]
+        targets = self._targets(features, logits, cost, done)
+        losses = jnp.maximum(taken, 0) - taken * targets + jnp.log1p(jnp.exp(-jnp.abs(taken)))
+        weight = known / jnp.maximum(known.sum(), 1)
+        return (losses.sum((-1, -2)) * weight).sum() / self.depth, {
+            "guard_loss": (losses[..., 0, 0] * weight).sum(),
+            "guard_predicted": (jax.nn.sigmoid(taken[..., 0, 0]) * weight).sum(),
+            "guard_observed": (targets[..., 0, 0] * weight).sum(),
+        }
+
+    def _targets(self, features: jax.Array, logits: jax.Array, cost: jax.Array, done: jax.Array) -> jax.Array:
+        """1 where the step's own cost exceeds the threshold, else the model's p_{d−1} of what is then left."""
+        edges = self.unit * jnp.arange(self.thresholds)
+        broken = (cost[..., None] > edges + NEAR * self.unit).astype(jnp.float32)  # [row, time, threshold]
+        targets = [broken]
+        if self.depth > 1:
+            ahead = jax.lax.stop_gradient(self._best(features, logits))  # [row, time, depth, threshold]
+            ahead = jnp.pad(ahead[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0)))  # of the next step
+            left = jnp.clip(self._index(edges - cost[..., None]), 0, self.thresholds - 1)
+            for d in range(self.depth - 1):
+                later = jnp.take_along_axis(ahead[..., d, :], left, -1)
+                targets.append(jnp.where((broken > 0) | done[..., None], broken, later))
+        return jnp.stack(targets, -2)  # [row, time, depth, threshold]
+
+    def _best(self, features: jax.Array, logits: jax.Array) -> jax.Array:
+        """p_d(k | h, a) of the safest action, or of the fallback where actions are real-valued."""
+        if self.choices:
+            return jax.nn.sigmoid(logits.min(-1))
+        size = self.head.first.weight.shape[0] - features.shape[-1]
+        return jax.nn.sigmoid(self.logits(features, jnp.zeros((*features.shape[:-1], size))))
+
+
+def tolerated(chance: jax.Array, risk: jax.Array | float) -> jax.Array:
+    """The largest allowed risk, [..., 1]: the user's, or what the safest action cannot avoid, with some slack."""
+    factor, more = SLACK
+    return jnp.maximum(risk, factor * chance.min(-1, keepdims=True) + more)
+
+
+def check_risk(risk: object) -> float:
+    """Return `risk` if it lies strictly between 0 and 1, or say why not."""
+    number = isinstance(risk, int | float | np.number) and not isinstance(risk, bool)
+    if not number or not 0 < float(risk) < 1:  # type: ignore[arg-type]
+        raise UserError(f"risk must be a number between 0 and 1, both excluded, got {risk!r}")
+    return float(risk)  # type: ignore[arg-type]

@@ -1,0 +1,240 @@
+"""The guard: what it predicts in worlds with known answers, its rule, how it acts and learns beside a policy."""
+
+import dataclasses
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from networks import random_weights
+from probe import Push
+
+from safeicrl.agents.in_context import InContextAgent
+from safeicrl.algos.scared import Scared, ScaredConfig
+from safeicrl.envs.api import Box, Discrete, EnvSpec
+from safeicrl.envs.dark_room import SafeDarkRoom
+from safeicrl.errors import UserError
+from safeicrl.nets.guard import Guard, check_risk, tolerated
+from safeicrl.nets.heads import PolicyNet
+from safeicrl.nets.transformer import NetConfig
+from safeicrl.optimisers.ppo import PPOConfig
+from safeicrl.trial import run_trials, sample_queue
+
+
+def spec(action: Discrete | Box, unit: float = 1.0, most: float = 1.0) -> EnvSpec:
+    return EnvSpec(
+        observation=Box(1), action=action, max_steps=8, episodes=2, train_budget=(0.0, 3.0), test_budget=(0.0, 3.0),
+        cost_unit=unit, task_features=1, max_cost=most,
+    )  # fmt: skip
+
+
+def fit(guard: Guard, features, action, cost, done, steps: int = 400) -> Guard:
+    """Learn from rows of play, [row, time, ...]."""
+    known = jnp.ones(cost.shape, bool).at[:, -1].set(False) | done
+    params, static = eqx.partition(guard, eqx.is_array)
+    optimiser = optax.adam(1e-2)
+
+    def step(carry, _):
+        params, state = carry
+        grads = jax.grad(lambda p: eqx.combine(p, static).loss(features, action, cost, done, known)[0])(params)
+        updates, state = optimiser.update(grads, state)
+        return (optax.apply_updates(params, updates), state), None
+
+    learn = jax.jit(lambda p: jax.lax.scan(step, (p, optimiser.init(p)), length=steps)[0][0])
+    return eqx.combine(learn(params), static)
+
+
+# -- what it predicts
+
+
+def walk(rule, states: int, actions: int, rows: int = 64, steps: int = 24):
+    """Random play of `rule(state, action) → state, cost`, one endless episode per row, states one-hot."""
+    rng = np.random.default_rng(0)
+    state = rng.integers(states, size=(rows, steps + 1))
+    action, cost = rng.integers(actions, size=(rows, steps)), np.zeros((rows, steps), np.float32)
+    for row, time in np.ndindex(rows, steps):
+        state[row, time + 1], cost[row, time] = rule(state[row, time], action[row, time])
+    features = jnp.asarray(np.eye(states, dtype=np.float32)[state[:, :-1]])
+    return features, jnp.asarray(action), jnp.asarray(cost), jnp.zeros((rows, steps), bool)
+
+
+def risks(guard: Guard, states: int, ctg: float = 0.0) -> np.ndarray:
+    """[state, action]"""
+    return np.asarray(guard.judge(jnp.eye(states), jnp.full(states, ctg), 0.1).risk)
+
+
+def test_one_step_cannot_see_a_trap_that_springs_at_the_second_and_two_can():
+    """State 0 is safe. Action 1 leads to the ledge for nothing; from there every action costs 1 and leads back."""
+    rule = lambda s, a: (int(a == 1), 0.0) if s == 0 else (0, 1.0)  # noqa: E731
+    data = walk(rule, states=2, actions=2)
+    one, two = (
+        fit(Guard(spec(Discrete(2)), width=2, choices=2, depth=depth, key=jax.random.key(depth)), *data)
+        for depth in (1, 2)
+    )
+    np.testing.assert_allclose(risks(one, 2), [[0, 0], [1, 1]], atol=0.05)
+    np.testing.assert_allclose(risks(two, 2), [[0, 1], [1, 1]], atol=0.05)
+    np.testing.assert_allclose(risks(two, 2, ctg=1.0), np.zeros((2, 2)), atol=0.05)  # 1 left: the trap is paid for
+
+
+def slopes():
+    """A body on a line: position 0–9, speed 0–2; it brakes, keeps or pushes; being at 7 or beyond costs 1."""
+
+    def rule(state: int, action: int) -> tuple[int, float]:
+        position, speed = divmod(state, 3)
+        speed = min(max(speed + action - 1, 0), 2)
+        position = min(position + speed, 9)
+        return 3 * position + speed, float(position >= 7)
+
+    return rule
+
+
+def test_a_body_with_momentum_must_brake_before_the_cost_is_one_step_away():
+    rule = slopes()
+    data = walk(rule, states=30, actions=3, rows=400)
+    deep = fit(Guard(spec(Discrete(3)), width=30, choices=3, depth=3, key=jax.random.key(0)), *data, steps=600)
+    shallow = fit(Guard(spec(Discrete(3)), width=30, choices=3, depth=1, key=jax.random.key(0)), *data, steps=600)
+    fast_at_4 = 3 * 4 + 2  # keeping its speed brings it to 6, too fast to stop there: braking ends at 7
+    np.testing.assert_allclose(risks(shallow, 30)[fast_at_4], [0, 0, 0], atol=0.1)
+    np.testing.assert_allclose(risks(deep, 30)[fast_at_4], [0, 1, 1], atol=0.1)
+
+    def drive(guard: Guard) -> float:
+        """The cost of always pushing where the guard lets it, with nothing left of the budget."""
+        state, total = 3, 0.0  # at rest at position 1
+        for _ in range(8):
+            allowed = np.asarray(guard.judge(jnp.eye(30)[state], jnp.float32(0), 0.1).allowed)
+            state, cost = rule(state, int(np.flatnonzero(allowed)[-1]))
+            total += cost
+        return total
+
+    assert drive(deep) == 0
+    assert drive(shallow) > 0
+
+
+def test_real_valued_actions_and_costs():
+    """The cost is half of what an action in [−1, 1] is above 0."""
+    rng = np.random.default_rng(0)
+    action = jnp.asarray(rng.uniform(-1, 1, (64, 16, 1)), jnp.float32)
+    cost = jnp.maximum(action[..., 0], 0) / 2
+    features, done = jnp.ones((64, 16, 2)), jnp.ones((64, 16), bool)
+    guard = Guard(spec(Box(1, -1.0, 1.0), unit=0.0, most=0.5), width=2, choices=0, depth=1, key=jax.random.key(0))
+    assert (guard.unit, guard.thresholds) == (0.0625, 8)
+    guard = fit(guard, features, action, cost, done, steps=800)
+    candidates = jnp.array([[[-0.8], [0.1], [0.45], [0.9]]])
+    rate = lambda left: guard.rate(jnp.ones((1, 2)), candidates, jnp.array([left]))[0] > 0.5  # noqa: E731
+    np.testing.assert_array_equal(rate(0.0), [False, True, True, True])
+    np.testing.assert_array_equal(rate(0.125), [False, False, True, True])
+    np.testing.assert_array_equal(rate(0.25), [False, False, False, True])
+    np.testing.assert_array_equal(rate(0.5), [False] * 4)
+
+
+def test_an_episodes_end_ends_the_count():
+    """Every second step costs 1 and begins a new episode: looking two steps ahead must not count across."""
+    features = jnp.tile(jnp.eye(2), (8, 4, 1))
+    cost = jnp.tile(jnp.array([0.0, 1.0]), (8, 4))
+    action = jnp.zeros((8, 8), jnp.int32)
+    for done, expected in ((cost > 0, [0, 1]), (cost == 0, [0, 1])):
+        guard = Guard(spec(Discrete(1)), width=2, choices=1, depth=2, key=jax.random.key(0))
+        found = risks(fit(guard, features, action, cost, done), 2)[:, 0]
+        # where the episode ends after the free step, that step is safe; where it goes on, the cost is ahead
+        np.testing.assert_allclose(found, expected if done[0, 0] else [1, 1], atol=0.05)
+
+
+# -- the rule
+
+
+def test_the_rule_tolerates_the_risk_or_what_cannot_be_avoided():
+    chance = jnp.array([[0.0, 0.02, 0.04], [0.3, 0.4, 0.9]])
+    np.testing.assert_allclose(tolerated(chance, 0.03)[:, 0], [0.03, 0.46], rtol=1e-5)
+
+
+def test_every_action_is_allowed_while_the_budget_covers_what_can_come():
+    guard = random_weights(functools.partial(Guard, spec(Discrete(4)), width=3, choices=4, depth=2), scale=5.0)
+    features = jnp.asarray(np.random.default_rng(1).normal(size=(50, 3)), jnp.float32)
+    inside = guard.judge(features, jnp.full(50, 2.0), 1e-3)
+    assert inside.allowed.all()
+    assert (inside.risk == 0).all()
+    edge, spent = (guard.judge(features, jnp.full(50, ctg), 1e-3) for ctg in (0.9, -4.0))
+    assert not edge.allowed.all()
+    assert edge.allowed.any(-1).all()
+    np.testing.assert_array_equal(edge.risk, spent.risk)  # overspent: as if nothing were left
+
+
+@pytest.mark.parametrize("risk", [0, 1, -0.1, 1.5, float("nan"), "much", True, None])
+def test_a_risk_that_is_none(risk):
+    with pytest.raises(UserError, match="risk must be a number between 0 and 1, both excluded, got"):
+        check_risk(risk)
+
+
+def test_costs_without_a_bound_have_no_guard():
+    with pytest.raises(UserError, match="largest cost of one step, must be finite, got inf"):
+        PolicyNet(NetConfig(width=8, heads=1, layers=1, guard=1), Push().spec, jax.random.key(0))
+
+
+def test_the_off_policy_optimiser_has_no_guard():
+    with pytest.raises(UserError, match=r"net\.guard is for ppo"):
+        ScaredConfig(net=NetConfig(guard=1), optimiser="ddpg")
+
+
+# -- beside a policy
+
+ROOM = SafeDarkRoom(size=4, obstacles=5, max_steps=6, episodes=2, train_budget=(0.0, 2.0), test_budget=(0.0, 2.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundedPush(Push):
+    """Push, whose cost, the effort, is at most 1."""
+
+    @property
+    def spec(self) -> EnvSpec:
+        return dataclasses.replace(super().spec, max_cost=1.0)
+
+
+@pytest.mark.parametrize(("env", "levels"), [(ROOM, 0), (BoundedPush(), 3), (BoundedPush(), 0)])
+def test_the_learner_sees_the_policy_that_acted(env, levels):
+    """At the first update the probability ratio is 1 everywhere, whatever the guard did; and it does something."""
+    net = NetConfig(width=16, heads=2, layers=1, context=12, levels=levels, guard=2, dtype="float32")
+    config = ScaredConfig(rows=16, queue=2, net=net, risk=0.2, ppo=PPOConfig(minibatch=8))
+    algorithm = Scared(env, config)
+    policy = random_weights(functools.partial(PolicyNet, net, env.spec), scale=3.0)
+    policy = eqx.tree_at(lambda n: n.actor.second.weight, policy, replace_fn=lambda x: 0.05 * x)  # undecided ...
+    policy = eqx.tree_at(lambda n: n.guard.head.second.weight, policy, replace_fn=lambda x: 9 * x)  # ... and strict
+    if policy.guard.choices == 0:  # a real-valued action is an input: let it matter
+        first = lambda n: n.guard.head.first.weight  # noqa: E731
+        policy = eqx.tree_at(first, policy, replace_fn=lambda x: x.at[-1].multiply(30.0))
+
+    @eqx.filter_jit
+    def play(policy):
+        tasks, budgets = sample_queue(env, "train", (0.0, 0.4), (16, 2), jax.random.key(0))
+        agent = InContextAgent(policy, risk=0.2)
+        trials = run_trials(env, agent, tasks, budgets, jax.random.key(1), episodes=2, steps=12)
+        features = policy.trunk.forward(trials.token, trials.trial)
+        return trials, algorithm.optimiser.policy_terms(policy, features, trials)
+
+    trials, (log_prob, entropy, loss, metrics) = play(policy)
+    here = np.asarray(trials.learnable)
+    np.testing.assert_allclose(log_prob[here], trials.extras["log_prob"][here], atol=2e-4, rtol=1e-4)
+    assert 0 < metrics["guard_stepped_in"] < 1
+    assert np.isfinite([entropy, loss]).all()
+    if levels or env is ROOM:
+        index = policy.distribution(jnp.zeros((16, 12, 16))).index(trials.action)
+        taken = np.take_along_axis(np.asarray(trials.extras["allowed"]), np.asarray(index)[..., None], -1)
+        assert taken.all()
+    else:
+        moved = (trials.action != trials.extras["proposal"]).any(-1)
+        np.testing.assert_array_equal(moved & here, trials.extras["stepped_in"] & moved & here)
+
+
+def test_switched_off_the_guard_changes_nothing():
+    net = random_weights(functools.partial(PolicyNet, NetConfig(width=16, heads=2, layers=1, guard=1), ROOM.spec))
+    bare = eqx.tree_at(lambda n: n.guard, net, None, is_leaf=lambda x: x is None)
+
+    @eqx.filter_jit
+    def play(agent):
+        tasks, budgets = sample_queue(ROOM, "train", ROOM.train_budget, (8, 1), jax.random.key(0))
+        return run_trials(ROOM, agent, tasks, budgets, jax.random.key(1), episodes=2, steps=12)
+
+    off, without = (play(InContextAgent(n)) for n in (net, bare))
+    np.testing.assert_array_equal(off.action, without.action)
