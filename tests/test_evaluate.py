@@ -13,12 +13,13 @@ from rich.console import Console
 
 from safeicrl.agents.api import with_options
 from safeicrl.agents.reference import RandomAgent
+from safeicrl.budgets import budget_edges
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import load_results, results_equal, save_results
 from safeicrl.evaluation.evaluate import budget_grid, evaluate
 from safeicrl.evaluation.results import ARRAYS, Results
-from safeicrl.evaluation.statistics import budget_bins, budget_edges, relative, rises, standard_error, summarise
+from safeicrl.evaluation.statistics import budget_bins, relative, rises, standard_error, summarise
 from safeicrl.evaluation.tables import summary_table
 
 

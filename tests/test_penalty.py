@@ -1,28 +1,41 @@
 """The constraint's machinery: numbers worked by hand, random trials, and Theorem 1 on a solved problem."""
 
 import dataclasses
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from networks import QUEUE, ROWS, random_rows
+from networks import random_rows
 
 from safeicrl import penalty
 from safeicrl.errors import UserError
-from safeicrl.penalty import EpisodeCosts, PenaltyConfig
-from safeicrl.trial import episode_sums
+from safeicrl.penalty import PenaltyConfig
+from safeicrl.trial import Episodes
+
+
+def episodes(costs, budgets, played=None, returns=None) -> Episodes:
+    """A record of [trial, episode] lists; without `played` every episode was."""
+    costs = jnp.array(costs)
+    return Episodes(
+        returns=jnp.zeros_like(costs) if returns is None else jnp.array(returns),
+        costs=costs,
+        lengths=jnp.ones_like(costs),
+        budgets=jnp.array(budgets),
+        played=jnp.ones(costs.shape, bool) if played is None else jnp.array(played),
+    )
+
 
 # One bin below budget 3, one from 3 on.
 EDGES = jnp.array([1.0, 3.0, 5.0])
 # Four trials of three episodes; the last trial was cut after its first.
-COSTS = EpisodeCosts(
-    cost=jnp.array([[3.0, 1.0, 0.0], [1.0, 2.0, 2.0], [9.0, 5.0, 0.0], [4.0, 0.0, 0.0]]),
-    budget=jnp.array([[1.0] * 3, [2.0] * 3, [5.0] * 3, [3.0, 0.0, 0.0]]),
-    played=jnp.array([[True] * 3, [True] * 3, [True] * 3, [True, False, False]]),
+PLAYED = episodes(
+    costs=[[3.0, 1.0, 0.0], [1.0, 2.0, 2.0], [9.0, 5.0, 0.0], [4.0, 0.0, 0.0]],
+    budgets=[[1.0] * 3, [2.0] * 3, [5.0] * 3, [3.0, 0.0, 0.0]],
+    played=[[True] * 3, [True] * 3, [True] * 3, [True, False, False]],
+    returns=[[1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [1.0, 2.0, 6.0], [5.0, 99.0, 99.0]],
 )
-NOBODY = dataclasses.replace(COSTS, played=jnp.zeros((4, 3), bool))
+NOBODY = dataclasses.replace(PLAYED, played=jnp.zeros((4, 3), bool))
 # Excess:  [[2, 0, −1], [−1, 0, 0], [4, 0, −5], [1, ·, ·]]
 
 
@@ -31,40 +44,42 @@ def test_hinge():
 
 
 def test_constraint_is_the_mean_excess_of_each_episode():
-    np.testing.assert_allclose(penalty.constraint(COSTS), [(2 - 1 + 4 + 1) / 4, 0, (-1 + 0 - 5) / 3])
+    np.testing.assert_allclose(penalty.constraint(PLAYED), [(2 - 1 + 4 + 1) / 4, 0, (-1 + 0 - 5) / 3])
 
 
 def test_surrogate_charges_episodes_over_budget_and_credits_none_below():
-    returns = jnp.array([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [1.0, 2.0, 6.0], [5.0, 99.0, 99.0]])
-    found = penalty.surrogate(returns, COSTS, jnp.float32(0.5))
+    found = penalty.surrogate(PLAYED, jnp.float32(0.5))
     assert found == pytest.approx((2 + 2 + 4) - 0.5 * 1.5)
 
 
 def test_max_of_means_looks_at_every_episode_and_every_budget():
     # below 3: episodes [½, 0, −½]; from 3 on: [5/2, 0, −5]
-    assert penalty.max_of_means(COSTS, EDGES) == pytest.approx(2.5)
+    assert penalty.max_of_means(PLAYED, EDGES) == pytest.approx(2.5)
     # in one bin the violation at the small budget is hidden by slack at the large one
-    mixed = EpisodeCosts(
-        cost=jnp.array([[3.0], [0.0]]), budget=jnp.array([[1.0], [5.0]]), played=jnp.ones((2, 1), bool)
-    )
+    mixed = episodes(costs=[[3.0], [0.0]], budgets=[[1.0], [5.0]])
     assert penalty.max_of_means(mixed, jnp.array([1.0, 5.0])) == pytest.approx(-1.5)
     assert penalty.max_of_means(mixed, EDGES) == pytest.approx(2.0)
 
 
 def test_mean_of_max():
-    assert penalty.mean_of_max(COSTS) == pytest.approx((2 + 0 + 4 + 1) / 4)
-    unplayed = dataclasses.replace(COSTS, played=COSTS.played.at[2].set(False))
+    assert penalty.mean_of_max(PLAYED) == pytest.approx((2 + 0 + 4 + 1) / 4)
+    unplayed = dataclasses.replace(PLAYED, played=PLAYED.played.at[2].set(False))
     assert penalty.mean_of_max(unplayed) == pytest.approx((2 + 0 + 1) / 3)
 
 
 def test_by_bin():
-    np.testing.assert_allclose(penalty.hinge_by_bin(COSTS, EDGES), [2 / 6, (4 + 1) / 4])
-    np.testing.assert_allclose(penalty.over_by_bin(COSTS, EDGES), [1 / 6, 2 / 4])
-    np.testing.assert_array_equal(penalty.hinge_by_bin(COSTS, jnp.array([0.0, 0.5, 9.0]))[0], 0)
+    np.testing.assert_allclose(penalty.hinge_by_bin(PLAYED, EDGES), [2 / 6, (4 + 1) / 4])
+    np.testing.assert_allclose(penalty.over_by_bin(PLAYED, EDGES), [1 / 6, 2 / 4])
+    np.testing.assert_array_equal(penalty.hinge_by_bin(PLAYED, jnp.array([0.0, 0.5, 9.0]))[0], 0)
 
 
-def test_bins_are_half_open_and_every_budget_has_exactly_one():
-    """Also one that rounding took out of the range: its violations must not be lost."""
+def test_a_sum_that_rounding_took_over_the_budget_is_not_over_it():
+    rounded = episodes(costs=[[np.nextafter(np.float32(0.3), np.float32(1)), 0.3001]], budgets=[[0.3, 0.3]])
+    assert rounded.costs[0, 0] > rounded.budgets[0, 0]
+    np.testing.assert_allclose(penalty.over_by_bin(rounded, jnp.array([0.0, 1.0])), [0.5])
+
+
+def test_every_budget_is_in_exactly_one_bin():
     budgets = jnp.array([0.0, 0.999, 1.0, 2.9, 3.0, 5.0, 5.001])
     expected = [[1, 0], [1, 0], [1, 0], [1, 0], [0, 1], [0, 1], [0, 1]]
     np.testing.assert_array_equal(penalty.in_bins(budgets, EDGES), expected)
@@ -84,20 +99,20 @@ def test_bins_are_half_open_and_every_budget_has_exactly_one():
 def test_one_step_of_the_multiplier(change, signal):
     config = PenaltyConfig(step=0.1, bound=100.0, **change)
     start = jnp.full(np.shape(signal), 1.0)
-    found = penalty.update_multiplier(start, COSTS, EDGES, config)
+    found = penalty.update_multiplier(start, PLAYED, EDGES, config)
     np.testing.assert_allclose(found, 1 + 0.1 * signal, rtol=1e-6)
 
 
 def test_the_multipliers_step_moves_over_the_run():
     """From 0.1 to 0.5: 0.3 half-way; the signal is 2.5."""
     config = PenaltyConfig(signal="max_of_means", step=0.1, final_step=0.5, bound=100.0)
-    moved = [penalty.update_multiplier(jnp.float32(1.0), COSTS, EDGES, config, p) for p in (0.0, 0.5, 1.0)]
+    moved = [penalty.update_multiplier(jnp.float32(1.0), PLAYED, EDGES, config, p) for p in (0.0, 0.5, 1.0)]
     np.testing.assert_allclose(moved, [1 + 2.5 * 0.1, 1 + 2.5 * 0.3, 1 + 2.5 * 0.5], rtol=1e-6)
 
 
 def test_the_multiplier_is_projected_capped_and_moves_by_bounded_steps():
     move = lambda start, **change: np.asarray(  # noqa: E731
-        penalty.update_multiplier(jnp.asarray(start), COSTS, EDGES, PenaltyConfig(dual="naive", **change))
+        penalty.update_multiplier(jnp.asarray(start), PLAYED, EDGES, PenaltyConfig(dual="naive", **change))
     ).tolist()
     assert move([0.0, 0.0, 0.1], step=1.0, bound=100.0) == [1.5, 0.0, 0.0]
     assert move([0.0, 0.0, 5.0], step=1.0, bound=0.5) == [0.5, 0.0, 4.5]
@@ -138,15 +153,7 @@ def test_impossible_settings(change, words):
 def played():
     """Random trials, what the penalty makes of them, and their episodes found by a plain loop."""
     trials = random_rows()
-    derived = jax.jit(
-        lambda t: (
-            penalty.excess_cost(t),
-            penalty.over_budget(t),
-            penalty.collect_costs(t, QUEUE, 2),
-            episode_sums(t, 2),
-            t.budget,
-        )
-    )(trials)
+    derived = jax.jit(lambda t: (penalty.excess_cost(t), penalty.over_budget(t)))(trials)
     trials, derived = jax.tree.map(np.asarray, (trials, derived))
     return trials, derived, list(episodes_of(trials))
 
@@ -175,7 +182,7 @@ def test_random_play_has_all_kinds_of_episodes(played):
 
 
 def test_excess_cost_sums_to_the_hinge_of_every_episode(played):
-    trials, (excess, *_), episodes = played
+    trials, (excess, _), episodes = played
     for row, _, _, steps, _ in episodes:
         budget = trials.token.ctg[row, steps[0]]
         assert excess[row, steps].sum() == max(trials.cost[row, steps].sum() - budget, 0)
@@ -193,27 +200,10 @@ def test_a_price_is_paid_for_cost_within_the_budget_only(played):
 
 
 def test_over_budget_marks_whole_episodes(played):
-    trials, (_, over, *_, budget), episodes = played
+    trials, (_, over), episodes = played
     for row, _, _, steps, _ in episodes:
         delta = trials.token.ctg[row, steps[0]]
-        assert (budget[row, steps] == delta).all()
         assert (over[row, steps] == (trials.cost[row, steps].sum() > delta)).all()
-
-
-def test_collected_costs_are_those_of_the_finished_episodes(played):
-    trials, (_, _, collected, sums, _), episodes = played
-    assert collected.cost.shape == (ROWS * QUEUE, 2)
-    finished = {(row * QUEUE + trial, k): (row, steps) for row, trial, k, steps, ended in episodes if ended}
-    for place in itertools.product(range(ROWS * QUEUE), range(2)):
-        assert collected.played[place] == (place in finished)
-        if place in finished:
-            row, steps = finished[place]
-            assert collected.cost[place] == trials.cost[row, steps].sum()
-            assert collected.budget[place] == trials.token.ctg[row, steps[0]]
-    # the first trial of each row is also what `episode_sums` sees
-    first = jax.tree.map(lambda x: x[::QUEUE], collected)
-    np.testing.assert_array_equal(first.played, sums.played)
-    np.testing.assert_array_equal(np.where(first.played, first.cost, 0), np.where(first.played, sums.costs, 0))
 
 
 # -- Theorem 1
@@ -236,16 +226,17 @@ class Plans:
     value: float = 1.375
     multipliers: tuple[float, float] = (0.75, 0.625)
 
-    def play(self, policy: jax.Array) -> tuple[jax.Array, EpisodeCosts]:
+    def play(self, policy: jax.Array) -> Episodes:
         """Returns and costs whose means are the policy's expectations: one trial with just these."""
-        gain = jnp.array(
-            [[policy @ jnp.array(self.returns), 0.0]]
-        )  # all of it in the first episode: only sums count
-        cost = (policy @ jnp.array(self.costs))[None]
-        return gain, EpisodeCosts(cost=cost, budget=jnp.full((1, 2), self.budget), played=jnp.ones((1, 2), bool))
+        gain = policy @ jnp.array(self.returns)
+        return episodes(
+            costs=(policy @ jnp.array(self.costs))[None],
+            budgets=[[self.budget, self.budget]],
+            returns=[[gain, 0.0]],  # all of it in the first episode: only the sum counts
+        )
 
     def surrogate(self, policy: jax.Array, multiplier: jax.Array) -> jax.Array:
-        return penalty.surrogate(*self.play(policy), multiplier)
+        return penalty.surrogate(self.play(policy), multiplier)
 
     def best(self, multiplier: jax.Array) -> jax.Array:
         """argmax_π L_Σ(π, λ). L_Σ is piecewise linear and all its corners lie on the grid, so this is exact."""
@@ -264,7 +255,7 @@ class Plans:
         def step(multiplier: jax.Array, _: None) -> tuple:
             policy = choose(multiplier)
             edges = jnp.array([self.budget, self.budget])
-            multiplier = penalty.update_multiplier(multiplier, self.play(policy)[1], edges, config)
+            multiplier = penalty.update_multiplier(multiplier, self.play(policy), edges, config)
             return multiplier, (policy, multiplier)
 
         _, path = jax.jit(lambda s: jax.lax.scan(step, s, length=steps))(jnp.asarray(start))

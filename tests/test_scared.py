@@ -23,9 +23,9 @@ from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers import replay as buffer
 from safeicrl.optimisers.ddpg import DDPG, DDPGConfig, Heads, Nets, Seen, paper_config
 from safeicrl.optimisers.ppo import PPO, ActorCritic, Batch, PPOConfig
-from safeicrl.penalty import PenaltyConfig, collect_costs
+from safeicrl.penalty import PenaltyConfig
 from safeicrl.policies import checkpoint
-from safeicrl.trial import sample_queue
+from safeicrl.trial import episode_sums, sample_queue
 
 OPTIMISERS = ("ppo", "ddpg")
 TINY = NetConfig(width=16, layers=1, heads=2, context=STEPS, dtype="float32")
@@ -228,7 +228,7 @@ def test_all_steps_but_a_cut_rows_last_are_learnt_from(rows):
 
 
 def test_the_summary_counts_finished_episodes_only(rows):
-    found = jax.tree.map(float, jax.jit(summary)(rows))
+    found = jax.tree.map(float, jax.jit(lambda t: summary(episode_sums(t, ROOM.episodes, QUEUE)))(rows))
     number, ended = whole_episodes(rows), np.asarray(rows.done & rows.valid)
     returns, costs, budgets = [], [], []
     for row, t in np.argwhere(ended):
@@ -236,7 +236,6 @@ def test_the_summary_counts_finished_episodes_only(rows):
         returns.append(np.asarray(rows.reward)[row, here].sum())
         costs.append(np.asarray(rows.cost)[row, here].sum())
         budgets.append(np.asarray(rows.token.ctg)[row, here][0])
-    assert found["env_steps"] == np.asarray(rows.valid).sum()
     assert found["return"] == pytest.approx(np.mean(returns))
     assert found["cost"] == pytest.approx(np.mean(costs))
     assert found["budget"] == pytest.approx(np.mean(budgets))
@@ -436,7 +435,7 @@ def test_budgets_are_drawn_by_their_power():
         assert np.mean(budgets[:, 0, 0] < x) == pytest.approx(expected, abs=5 * np.sqrt(0.25 / 4096))
 
 
-def test_some_episodes_begin_with_their_budget_spent():
+def test_some_episodes_begin_overspent():
     """As many as asked for, over by up to half of the largest budget; all others of a trial share its own."""
     settings = config("ppo", rows=1024, episodes=4, spent=0.25)
     algorithm = Scared(Casino(), settings)
@@ -453,8 +452,8 @@ def test_some_episodes_begin_with_their_budget_spent():
         config("ppo", spent=1.5)
 
 
-def test_spent_episodes_are_learned_from_but_neither_reported_nor_judged():
-    """All of them spent: none counts in the log, λ gets no signal, and yet costly arms are unlearned."""
+def test_overspent_episodes_are_learned_from_but_neither_reported_nor_judged():
+    """All of them overspent: none counts in the log, λ gets no signal, and yet costly arms are unlearned."""
     penalty = dataclasses.replace(PENALTY, initial=1.0)
     algorithm = Scared(Casino(), config("ppo", spent=1.0, penalty=penalty, iterations=30))
     state, update = eqx.filter_jit(algorithm.init)(jax.random.key(0)), eqx.filter_jit(algorithm.update)
@@ -469,16 +468,22 @@ def test_spent_episodes_are_learned_from_but_neither_reported_nor_judged():
     assert costs[-1] < 0.5 * costs[0]
 
 
-def test_a_budget_of_zero_is_not_a_spent_one():
-    """Real-valued costs: the budget is found again from CTG and costs, up to rounding."""
+def test_a_budget_of_zero_is_not_overspent():
+    """Where costs are real numbers too: half of the throws are over it, and are reported so."""
     algorithm = Scared(Throw(), config("ppo", rows=512))
     hidden, budgets = algorithm.draw(jax.random.key(1))
     agent = algorithm.agent(eqx.filter_jit(algorithm.init)(jax.random.key(0)))
     trials = algorithm.play(agent, hidden, jnp.zeros_like(budgets), jax.random.key(2))
-    rounded = replace(trials, token=replace(trials.token, ctg=trials.token.ctg - 2e-5))
-    for found in (summary(trials), summary(rounded)):
-        assert found["over_budget"] > 0.4
-        assert found["cost_spent"] == 0
+    found = summary(episode_sums(trials, algorithm.episodes))
+    assert found["over_budget"] > 0.4
+    assert found["cost_spent"] == 0
+
+
+def test_the_multiplier_and_the_log_use_the_bins_of_the_report():
+    """Also for training budgets beyond the report's range: they are in its outer bins."""
+    algorithm = Scared(ROOM, config("ppo", net=dataclasses.replace(TINY, context=ROOM.spec.trial_steps)))
+    assert (ROOM.spec.train_budget, ROOM.spec.test_budget) == ((1, 4), (1, 10))
+    np.testing.assert_allclose(algorithm.edges, [1, 2, 4, 6, 8, 10])
 
 
 def test_the_multiplier_may_follow_replay():
@@ -489,7 +494,7 @@ def test_the_multiplier_may_follow_replay():
     state = eqx.filter_jit(algorithm.init)(jax.random.key(0))
     hidden, budgets = algorithm.draw(jax.random.key(1))
     trials = algorithm.play(algorithm.optimiser.explorer(state.optimiser), hidden, budgets, jax.random.key(2))
-    costs = collect_costs(trials, algorithm.config.queue, algorithm.episodes)
+    costs = episode_sums(trials, algorithm.episodes, algorithm.config.queue)
     full = buffer.add(state.optimiser.replay, algorithm.optimiser.row(trials, hidden))
     played = lambda a, s: int(a.judged(s, costs).played.sum())  # noqa: E731
     later = replace(state, optimiser=replace(state.optimiser, replay=full))

@@ -1,5 +1,6 @@
 """Trials: K episodes on one task, the budget counted down in each, queues, one trace per shape."""
 
+import itertools
 from dataclasses import dataclass
 
 import equinox as eqx
@@ -68,12 +69,13 @@ def test_ctg_goes_negative_and_comes_back_at_the_next_episode():
     assert np.asarray(trials.truncated[0]).tolist() == [False, False, False, True] * 2
     assert np.asarray(trials.budget[0]).tolist() == [1] * 8
     sums = episode_sums(trials, 2)
+    assert np.asarray(sums.budgets).tolist() == [[1, 1]]
     assert np.asarray(sums.costs).tolist() == [[4, 4]]
     assert np.asarray(sums.lengths).tolist() == [[4, 4]]
 
 
 def test_every_episode_may_have_a_budget_of_its_own():
-    """One of them spent before it begins; a second trial has its own again."""
+    """One of them is overspent when it begins; a second trial has its own budgets again."""
     env = SafeDarkRoom(size=5, obstacles=1, max_steps=4)
     script = Script(jnp.array([UP, UP, UP, UP]))
     tasks = jax.tree.map(lambda x: jnp.repeat(x, 2, 1), one_room(env, (0, 2), [(1, 2)]))
@@ -82,6 +84,9 @@ def test_every_episode_may_have_a_budget_of_its_own():
     ctg = np.asarray(trials.token.ctg[0]).tolist()
     assert ctg[:12] == [2, 1, -2, -3, 3, 2, 0, -1, 1, 0, 5, 4]
     assert np.asarray(trials.budget[0]).tolist()[:12] == [2, 2, -2, -2, 3, 3, 0, 0, 1, 1, 5, 5]
+    sums = episode_sums(trials, 3, queue=2)
+    assert np.asarray(sums.budgets).tolist() == [[2, -2, 3], [0, 1, 5]]
+    assert np.asarray(sums.overspent).tolist() == [[False, True, False], [False] * 3]
 
 
 @pytest.fixture(scope="module")
@@ -126,16 +131,22 @@ def test_each_trial_has_exactly_its_episodes(random_trials):
     assert not trials.valid.all()  # some queue ran empty, or the test tests less than it says
 
 
-def test_episode_sums_against_plain_loops(random_trials):
-    _, _, _, trials = random_trials
-    sums = jax.tree.map(np.asarray, episode_sums(jax.tree.map(jnp.asarray, trials), 3))
-    for row in range(64):
-        for episode in range(3):
-            here = trials.valid[row] & (trials.trial[row] == 0) & (trials.token.episode[row] == episode)
-            assert sums.returns[row, episode] == trials.reward[row][here].sum()
-            assert sums.costs[row, episode] == trials.cost[row][here].sum()
-            assert sums.lengths[row, episode] == here.sum()
-            assert sums.played[row, episode] == (trials.terminated | trials.truncated)[row][here].any()
+@pytest.mark.parametrize("queue", [1, 3])
+def test_episode_sums_against_plain_loops(random_trials, queue):
+    """Of the first trial of each row alone, or of all that it played."""
+    _, _, budgets, trials = random_trials
+    sums = jax.tree.map(np.asarray, episode_sums(jax.tree.map(jnp.asarray, trials), 3, queue))
+    assert sums.costs.shape == (64 * queue, 3)
+    for row, trial, episode in itertools.product(range(64), range(queue), range(3)):
+        here = trials.valid[row] & (trials.trial[row] == trial) & (trials.token.episode[row] == episode)
+        at = row * queue + trial, episode
+        assert sums.returns[at] == trials.reward[row][here].sum()
+        assert sums.costs[at] == trials.cost[row][here].sum()
+        assert sums.lengths[at] == here.sum()
+        assert sums.budgets[at] == (budgets[row, trial] if here.any() else 0)
+        assert sums.played[at] == (trials.terminated | trials.truncated)[row][here].any()
+    assert not sums.overspent.any()
+    assert sums.played.all() == (queue == 1)  # some row was cut in its third trial
 
 
 def test_segments_do_not_change_the_result():
@@ -179,6 +190,9 @@ def test_real_valued_worlds():
     # costs are real numbers here, so the budget is not rounded
     np.testing.assert_array_equal(trials.token.ctg[:, 0], budgets[:, 0])
     np.testing.assert_array_equal(trials.token.ctg[:, 4], budgets[:, 0])
+    # ... and is known exactly at every step, whatever the order in which costs are summed
+    np.testing.assert_array_equal(trials.budget, np.broadcast_to(budgets, (5, 12)))
+    np.testing.assert_array_equal(episode_sums(trials, 3).budgets, np.broadcast_to(budgets, (5, 3)))
     spent = budgets[:, 0] - jnp.abs(trials.action[:, :3, 0]).sum(axis=1)
     np.testing.assert_allclose(trials.token.ctg[:, 3], spent, rtol=1e-5)
 

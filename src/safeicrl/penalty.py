@@ -20,7 +20,7 @@ Readings taken here, and why:
 * Eq. 6 projects onto λ ≥ 0. A cap and a bound on one step's signal keep early, wild policies from driving λ
   where the reward no longer counts.
 
-Arrays are [trial, episode]; `played` marks the episodes that were finished.
+Arrays are [trial, episode], in the record `Episodes` of trial.py; `played` marks the episodes that were finished.
 """
 
 from dataclasses import dataclass
@@ -28,28 +28,16 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from safeicrl.envs.api import record
+from safeicrl.budgets import bin_of, is_over
 from safeicrl.errors import UserError, check_number
 from safeicrl.returns import linear_recurrence
-from safeicrl.trial import Trials
+from safeicrl.trial import Episodes, Trials
 
 Signal = Literal["hinge", "max_of_means", "mean_of_max"]
 SIGNALS: tuple[Signal, ...] = ("hinge", "max_of_means", "mean_of_max")
-
-
-@record
-class EpisodeCosts:
-    """What the multiplier looks at."""
-
-    cost: jax.Array  # [trial, episode]
-    budget: jax.Array  # [trial, episode]
-    played: jax.Array  # [trial, episode] bool
-
-    @property
-    def excess(self) -> jax.Array:
-        """C_k − δ, one sample of g_k."""
-        return self.cost - self.budget
+Edges = jax.Array | np.ndarray  # [bin + 1], see budgets.budget_edges
 
 
 @dataclass(frozen=True)
@@ -91,47 +79,48 @@ def hinge(x: jax.Array) -> jax.Array:
     return jnp.maximum(x, 0.0)
 
 
-def constraint(costs: EpisodeCosts) -> jax.Array:
+def constraint(episodes: Episodes) -> jax.Array:
     """g_k = E[G_c(τ_k)] − δ for every episode k, [episode]; for trials of one budget."""
-    return _mean(costs.excess, costs.played, axis=0)
+    return _mean(episodes.excess, episodes.played, axis=0)
 
 
-def surrogate(returns: jax.Array, costs: EpisodeCosts, multiplier: jax.Array) -> jax.Array:
-    """L_Σ(π, λ) from sampled trials of one budget; `returns` is [trial, episode]."""
-    expected = _mean(returns, costs.played, axis=0).sum()
-    return expected - multiplier * hinge(constraint(costs)).sum()
+def surrogate(episodes: Episodes, multiplier: jax.Array) -> jax.Array:
+    """L_Σ(π, λ) from sampled trials of one budget."""
+    expected = _mean(episodes.returns, episodes.played, axis=0).sum()
+    return expected - multiplier * hinge(constraint(episodes)).sum()
 
 
-def max_of_means(costs: EpisodeCosts, edges: jax.Array) -> jax.Array:
+def max_of_means(episodes: Episodes, edges: Edges) -> jax.Array:
     """max over episodes k and budget bins of the mean of C_k − δ: Eq. 6, for every budget; 0 if none was played."""
-    inside = in_bins(costs.budget, edges) & costs.played[..., None]  # [trial, episode, bin]
-    means = _mean(costs.excess[..., None], inside, axis=0)
-    return jnp.where(costs.played.any(), jnp.where(inside.any(0), means, -jnp.inf).max(), 0.0)
+    inside = in_bins(episodes.budgets, edges) & episodes.played[..., None]  # [trial, episode, bin]
+    means = _mean(episodes.excess[..., None], inside, axis=0)
+    return jnp.where(episodes.played.any(), jnp.where(inside.any(0), means, -jnp.inf).max(), 0.0)
 
 
-def mean_of_max(costs: EpisodeCosts) -> jax.Array:
+def mean_of_max(episodes: Episodes) -> jax.Array:
     """Mean over trials of max_k C_k − δ: Algorithm 1, line "dλ ← dλ + (C_e^max − δ)"."""
-    worst = jnp.where(costs.played, costs.excess, -jnp.inf).max(-1)
-    some = costs.played.any(-1)
+    worst = jnp.where(episodes.played, episodes.excess, -jnp.inf).max(-1)
+    some = episodes.played.any(-1)
     return _mean(jnp.where(some, worst, 0.0), some, axis=0)
 
 
-def hinge_by_bin(costs: EpisodeCosts, edges: jax.Array) -> jax.Array:
+def hinge_by_bin(episodes: Episodes, edges: Edges) -> jax.Array:
     """Mean of (C − δ)₊ over the episodes of each budget bin, [bin]; 0 in an empty bin."""
-    inside = in_bins(costs.budget, edges) & costs.played[..., None]
-    return _mean(hinge(costs.excess)[..., None], inside, axis=(0, 1))
+    inside = in_bins(episodes.budgets, edges) & episodes.played[..., None]
+    return _mean(hinge(episodes.excess)[..., None], inside, axis=(0, 1))
 
 
-def over_by_bin(costs: EpisodeCosts, edges: jax.Array) -> jax.Array:
+def over_by_bin(episodes: Episodes, edges: Edges) -> jax.Array:
     """Share of episodes over their budget in each budget bin, [bin]; 0 in an empty bin."""
-    inside = in_bins(costs.budget, edges) & costs.played[..., None]
-    return _mean((costs.excess > 0)[..., None].astype(jnp.float32), inside, axis=(0, 1))
+    inside = in_bins(episodes.budgets, edges) & episodes.played[..., None]
+    over = is_over(episodes.costs, episodes.budgets)
+    return _mean(over[..., None].astype(jnp.float32), inside, axis=(0, 1))
 
 
 def update_multiplier(
     multiplier: jax.Array,
-    costs: EpisodeCosts,
-    edges: jax.Array,
+    episodes: Episodes,
+    edges: Edges,
     config: PenaltyConfig,
     progress: jax.Array | float = 0.0,
 ) -> jax.Array:
@@ -142,27 +131,22 @@ def update_multiplier(
     """
     if config.dual == "naive":
         # The ablation: g_k of each episode drives its own λ_k. Episodes nobody played give no signal.
-        signal = jnp.where(costs.played.any(0), constraint(costs), 0.0)
+        signal = jnp.where(episodes.played.any(0), constraint(episodes), 0.0)
     elif config.signal == "hinge":
-        signal = hinge_by_bin(costs, edges).max() - config.tolerance
+        signal = hinge_by_bin(episodes, edges).max() - config.tolerance
     elif config.signal == "max_of_means":
-        signal = max_of_means(costs, edges)
+        signal = max_of_means(episodes, edges)
     else:
-        signal = mean_of_max(costs)
+        signal = mean_of_max(episodes)
     signal = jnp.clip(signal, -config.bound, config.bound)
     last = config.step if config.final_step is None else config.final_step
     step = config.step + (last - config.step) * progress
     return jnp.clip(multiplier + step * signal, 0.0, config.cap)
 
 
-def in_bins(budget: jax.Array, edges: jax.Array) -> jax.Array:
-    """Membership [..., bin] of budgets in the half-open bins between `edges`.
-
-    The outer bins are open: rounding (to cost units, or of sums of real-valued costs) can take a budget out of
-    the range it was drawn from, and a budget in no bin would be one whose violations nobody sees.
-    """
-    index = jnp.searchsorted(edges[1:-1], budget, side="right")
-    return index[..., None] == jnp.arange(len(edges) - 1)
+def in_bins(budget: jax.Array, edges: Edges) -> jax.Array:
+    """Membership of each budget in each bin, [..., bin]."""
+    return bin_of(budget, edges)[..., None] == jnp.arange(len(edges) - 1)
 
 
 # What the actor is penalised for, step by step. All arrays [row, time].
@@ -195,22 +179,7 @@ def over_budget(trials: Trials) -> jax.Array:
     # Carry the episode's total backwards from its last step (or from where the row was cut).
     last = trials.done.at[..., -1].set(True)
     total = linear_recurrence(jnp.where(last, 0.0, 1.0), jnp.where(last, trials.episode_cost, 0.0))
-    return (total > trials.budget).astype(jnp.float32)
-
-
-def collect_costs(trials: Trials, queue: int, episodes: int) -> EpisodeCosts:
-    """The finished episodes of all trials in all rows, [row · queue, episode]."""
-    rows = trials.reward.shape[0]
-    ended = trials.done & trials.valid
-    index = jnp.where(ended, trials.trial * episodes + trials.token.episode, queue * episodes)
-
-    def place(values: jax.Array) -> jax.Array:
-        scatter = lambda v, i: jnp.zeros(queue * episodes + 1).at[i].add(v)[:-1]  # noqa: E731
-        flat = jax.vmap(scatter)(jnp.where(ended, values, 0.0).astype(jnp.float32), index)
-        return flat.reshape(rows * queue, episodes)
-
-    played = place(jnp.ones_like(trials.cost)) > 0
-    return EpisodeCosts(cost=place(trials.episode_cost), budget=place(trials.budget), played=played)
+    return is_over(total, trials.budget).astype(jnp.float32)
 
 
 def _mean(values: jax.Array, mask: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:

@@ -24,6 +24,7 @@ class Trials:
     """What happened; every array is [row, time, ...]."""
 
     token: Token  # what the agent saw
+    budget: jax.Array  # the episode's usable budget δ: CTG at its first step; negative where it began overspent
     action: jax.Array
     reward: jax.Array
     cost: jax.Array
@@ -41,19 +42,9 @@ class Trials:
         return self.terminated | self.truncated
 
     @property
-    def budget(self) -> jax.Array:
-        """The episode's budget δ, [row, time]: CTG plus its cost so far; of real-valued costs up to rounding."""
-        return self.token.ctg + self.episode_cost - self.cost
-
-    @property
     def episode_cost(self) -> jax.Array:
         """Cost of the episode so far, this step included."""
         return _running_sum(self.cost, self.token.start)
-
-    @property
-    def episode_return(self) -> jax.Array:
-        """Return of the episode so far, this step included."""
-        return _running_sum(self.reward, self.token.start)
 
     @property
     def learnable(self) -> jax.Array:
@@ -78,8 +69,9 @@ class _Row:
 
     state: PyTree
     token: Token
-    trial: jax.Array
-    over: jax.Array
+    budget: jax.Array  # [] of the present episode
+    trial: jax.Array  # [] int32, place in the queue
+    over: jax.Array  # [] bool: the queue is empty
 
 
 def sample_queue(env: Env, split: Split, budgets: tuple[float, float], shape: tuple[int, ...], key: Key) -> tuple:
@@ -107,12 +99,13 @@ def run_trials(
 ) -> Trials:
     """Play each row's queue of trials, `episodes` episodes each, for `steps` steps.
 
-    With `lengths`, [row, queue] int, each trial has its own number of episodes, at most `episodes`.
+    `tasks` are [row, queue]. `budgets` are [row, queue] or, one for each episode, [row, queue, episode]; an episode
+    with a negative budget begins overspent. With `lengths`, [row, queue] int, each trial has its own number of
+    episodes, at most `episodes`.
 
-    `tasks` are [row, queue], `budgets` [row, queue] or, one for each episode, [row, queue, episode]. `segments`
-    cuts the scan so that the agent's memory can grow between them (a KV cache read only as far as it is filled);
-    the valid steps are the same for any number. Segments after the last row's last step are skipped: there is
-    nothing to play, and late steps are the dearest.
+    `segments` cuts the scan so that the agent's memory can grow between them (a KV cache is read only as far as it
+    is filled); the valid steps are the same for any number. Segments after the last row's last step are skipped:
+    there is nothing to play, and late steps are the most expensive.
     """
     budgets = usable_budget(jnp.asarray(budgets, jnp.float32), env.spec)
     rows, queue = budgets.shape[:2]
@@ -155,7 +148,7 @@ def run_trials(
 def _enter(env: Env, tasks: PyTree, budgets: jax.Array, key: Key) -> _Row:
     state, observation = env.reset(key, jax.tree.map(lambda x: x[0], tasks))
     token = first_token(env.spec, observation, budgets[0, 0])
-    return _Row(state=state, token=token, trial=jnp.int32(0), over=jnp.array(False))
+    return _Row(state=state, token=token, budget=budgets[0, 0], trial=jnp.int32(0), over=jnp.array(False))
 
 
 def _advance(
@@ -175,9 +168,9 @@ def _advance(
     done = step.terminated | step.truncated
     trial_done = done & (row.token.episode + 1 >= lengths[row.trial])
     played = Trials(
-        token=row.token, action=action, reward=step.reward, cost=step.cost, final_observation=step.observation,
-        terminated=step.terminated, truncated=step.truncated, trial_done=trial_done, trial=row.trial,
-        valid=~row.over, extras=None,
+        token=row.token, budget=row.budget, action=action, reward=step.reward, cost=step.cost,
+        final_observation=step.observation, terminated=step.terminated, truncated=step.truncated,
+        trial_done=trial_done, trial=row.trial, valid=~row.over, extras=None,
     )  # fmt: skip
 
     trial = jnp.minimum(row.trial + trial_done, queue - 1)
@@ -189,31 +182,45 @@ def _advance(
     observation = jnp.where(done, fresh_observation, step.observation)
     token = next_token(row.token, observation, action, step.reward, step.cost, done, budget)
     token = pick(trial_done, first_token(env.spec, fresh_observation, budget), token)
-    return _Row(state=state, token=token, trial=trial, over=over), played
+    return _Row(state=state, token=token, budget=budget, trial=trial, over=over), played
 
 
 @record
 class Episodes:
-    """Sums per episode, [row, episode], of each row's first trial."""
+    """Undiscounted sums per episode, [trial, episode]; of an episode that is not `played`, over a part of it."""
 
     returns: jax.Array
     costs: jax.Array
     lengths: jax.Array
+    budgets: jax.Array  # the usable budget δ; negative where the episode began overspent
     played: jax.Array  # bool: the episode was finished
 
+    @property
+    def excess(self) -> jax.Array:
+        """C_k − δ: one sample of the paper's g_k."""
+        return self.costs - self.budgets
 
-def episode_sums(trials: Trials, episodes: int) -> Episodes:
-    """Undiscounted return, cost and length of every episode of each row's first trial."""
-    here = trials.valid & (trials.trial == 0)
-    index = jnp.where(here, trials.token.episode, episodes)
+    @property
+    def overspent(self) -> jax.Array:
+        """Bool: the episode began with its budget overspent. Exact: budgets are kept as they were told."""
+        return self.budgets < 0
+
+
+def episode_sums(trials: Trials, episodes: int, queue: int = 1) -> Episodes:
+    """Every episode of the first `queue` trials of each row, [row · queue, episode]."""
+    count = queue * episodes
+    here = trials.valid & (trials.trial < queue)
+    index = jnp.where(here, trials.trial * episodes + trials.token.episode, count)
 
     def total(values: jax.Array) -> jax.Array:
-        add = lambda v, i: jnp.zeros(episodes + 1).at[i].add(v)[:-1]  # noqa: E731
-        return jax.vmap(add)(jnp.where(here, values, 0).astype(jnp.float32), index)
+        add = lambda v, i: jnp.zeros(count + 1).at[i].add(v)[:-1]  # noqa: E731
+        sums = jax.vmap(add)(jnp.where(here, values, 0).astype(jnp.float32), index)
+        return sums.reshape(-1, episodes)
 
     return Episodes(
         returns=total(trials.reward),
         costs=total(trials.cost),
         lengths=total(jnp.ones_like(trials.reward)),
+        budgets=total(jnp.where(trials.token.start, trials.budget, 0)),
         played=total(trials.done) > 0,
     )

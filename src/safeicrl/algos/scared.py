@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from safeicrl.agents.api import Agent
 from safeicrl.agents.in_context import InContextAgent
+from safeicrl.budgets import budget_edges, is_over
 from safeicrl.envs.api import Env, Key, PyTree, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.attention import MAX_TRIALS
@@ -22,11 +23,10 @@ from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers.ddpg import DDPG, DDPGConfig
 from safeicrl.optimisers.ppo import PPO, PPOConfig
-from safeicrl.penalty import EpisodeCosts, PenaltyConfig, collect_costs, over_by_bin, update_multiplier
-from safeicrl.trial import Trials, run_trials, sample_queue
+from safeicrl.penalty import PenaltyConfig, over_by_bin, update_multiplier
+from safeicrl.trial import Episodes, Trials, episode_sums, run_trials, sample_queue
 
 OVERTIME = 3  # times as many episodes as a usual trial
-SPENT = 0.01  # by at least so much a budget is spent when its episode begins with it spent
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class ScaredConfig:
     segments: int = 6  # stages in which the KV cache grows while acting
     budget_power: float = 1.5  # budgets are low + (high − low) u^power: > 1 practises small ones more
     risk: float = 0.03  # chance of breaking the budget that the guard tolerates (net.guard)
-    overtime: float = 0.0  # share of the trials that last OVERTIME times as many episodes, see `draw`
-    spent: float = 0.0  # share of the episodes whose budget is spent before they begin, see `draw`
+    overtime: float = 0.0  # share of the trials that last OVERTIME times as many episodes, see `play`
+    spent: float = 0.0  # share of the episodes that begin overspent, see `draw`
     net: NetConfig = field(default_factory=NetConfig)
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
     optimiser: Literal["ppo", "ddpg"] = "ppo"  # PPO, or the off-policy one of Algorithm 1
@@ -92,7 +92,7 @@ class Scared:
         self.usual = config.episodes or env.spec.episodes  # episodes of a trial ...
         self.episodes = self.usual * (OVERTIME if config.overtime else 1)  # ... and of the longest one
         self.steps = config.steps or self.usual * env.spec.max_steps
-        self.edges = budget_edges(*env.spec.train_budget)
+        self.edges = budget_edges(*env.spec.test_budget)  # the report's; the outer bins take budgets beyond them
         self.optimiser = self._optimiser()
 
     def _optimiser(self) -> PPO | DDPG:
@@ -137,27 +137,30 @@ class Scared:
         key, task_key, play_key, learn_key = jax.random.split(state.key, 4)
         tasks, budgets = self.draw(task_key)
         trials = self.play(self.optimiser.explorer(state.optimiser), tasks, budgets, play_key)
-        costs = _fresh(collect_costs(trials, self.config.queue, self.episodes))
+        played = episode_sums(trials, self.episodes, self.config.queue)
+        fresh = without_overspent(played)
         progress = jnp.clip(state.iteration / self.config.iterations, 0.0, 1.0)
         multiplier = update_multiplier(
-            state.multiplier, self.judged(state, costs), self.edges, self.config.penalty, progress
+            state.multiplier, self.judged(state, fresh), self.edges, self.config.penalty, progress
         )
         per_episode = jnp.broadcast_to(multiplier, (self.episodes,))
         optimiser, metrics = self.optimiser.update(
             state.optimiser, trials, tasks, per_episode, state.iteration, learn_key
         )
-        metrics |= summary(trials) | {
+        metrics |= summary(played) | {
+            "env_steps": trials.valid.sum(),
             "lambda": multiplier.max(),
-            "over_budget_by_bin": over_by_bin(costs, self.edges),
+            "over_budget_by_bin": over_by_bin(fresh, self.edges),
         }
         state = ScaredState(optimiser=optimiser, multiplier=multiplier, iteration=state.iteration + 1, key=key)
         return state, metrics
 
-    def judged(self, state: ScaredState, fresh: EpisodeCosts) -> EpisodeCosts:
-        """The costs that move λ: those just played, or with them all that replay still holds."""
+    def judged(self, state: ScaredState, fresh: Episodes) -> Episodes:
+        """The episodes that move λ: those just played, or these and all that replay still holds."""
         if self.config.penalty.source == "rollout":
             return fresh
-        old = _fresh(collect_costs(state.optimiser.replay.rows.trials, self.config.queue, self.episodes))
+        stored = state.optimiser.replay.rows.trials
+        old = without_overspent(episode_sums(stored, self.episodes, self.config.queue))
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), old, fresh)
 
     def play(self, agent: Agent, tasks: PyTree, budgets: jax.Array, key: Key) -> Trials:
@@ -175,9 +178,9 @@ class Scared:
     def draw(self, key: Key) -> tuple[PyTree, jax.Array]:
         """Training tasks [row, queue] and the budgets of their episodes, [row, queue, episode].
 
-        All episodes of a trial have its budget, but for a share that begins with it spent: a negative CTG, of a
-        size that mid-episode overruns have. Where every cost counts from the first step on, to wait is learned
-        from rest; an agent under way must brake, and as long as it does not stop altogether, braking is no safer.
+        All episodes of a trial have its budget, except a share that begins overspent: their budget is negative, of
+        a size that mid-episode overruns have. There every cost counts from the first step on, and the agent learns
+        to wait from a standstill. In mid-episode it would have to brake first, which pays only once it stops.
         """
         shape = (self.config.rows, self.config.queue)
         tasks, u = sample_queue(self.env, "train", (0.0, 1.0), shape, key)
@@ -186,34 +189,22 @@ class Scared:
         spent_key, size_key = jax.random.split(jax.random.fold_in(key, 1))
         each = (*shape, self.episodes)
         spent = jax.random.bernoulli(spent_key, self.config.spent, each)
-        return tasks, jnp.where(spent, -jax.random.uniform(size_key, each, minval=SPENT, maxval=high / 2), budgets)
+        return tasks, jnp.where(spent, -jax.random.uniform(size_key, each, maxval=high / 2), budgets)
 
 
-def _fresh(costs: EpisodeCosts) -> EpisodeCosts:
-    """Without the episodes that began with their budget spent."""
-    return replace(costs, played=costs.played & ~_spent(costs.budget))
+def without_overspent(episodes: Episodes) -> Episodes:
+    """Without the episodes that began overspent: λ and the log count the others."""
+    return replace(episodes, played=episodes.played & ~episodes.overspent)
 
 
-def _spent(budget: jax.Array) -> jax.Array:
-    """Whether an episode began with its budget spent; a budget of 0 has not, whatever rounding makes of it."""
-    return budget < -SPENT / 2
-
-
-def budget_edges(low: float, high: float) -> jax.Array:
-    """Edges of the five budget bins of the multiplier and the log: narrow where budgets are tight."""
-    return low + (high - low) * jnp.array([0.0, 0.07, 0.14, 0.28, 0.56, 1.0])
-
-
-def summary(trials: Trials) -> dict[str, jax.Array]:
-    """What the log says of an iteration's episodes that ended; those that began with their budget spent, apart."""
-    ended, spent = trials.done & trials.valid, _spent(trials.budget)
+def summary(episodes: Episodes) -> dict[str, jax.Array]:
+    """What the log says about an iteration's finished episodes, and separately about those that began overspent."""
     mean = lambda x, where: jnp.where(where, x, 0.0).sum() / jnp.maximum(where.sum(), 1)  # noqa: E731
-    fresh = ended & ~spent
+    fresh = without_overspent(episodes).played
     return {
-        "env_steps": trials.valid.sum(),
-        "return": mean(trials.episode_return, fresh),
-        "cost": mean(trials.episode_cost, fresh),
-        "cost_spent": mean(trials.episode_cost, ended & spent),  # 0 where there were none
-        "budget": mean(trials.budget, fresh),
-        "over_budget": mean(trials.episode_cost > trials.budget, fresh),
+        "return": mean(episodes.returns, fresh),
+        "cost": mean(episodes.costs, fresh),
+        "cost_spent": mean(episodes.costs, episodes.played & episodes.overspent),  # 0 where there were none
+        "budget": mean(episodes.budgets, fresh),
+        "over_budget": mean(is_over(episodes.costs, episodes.budgets), fresh),
     }

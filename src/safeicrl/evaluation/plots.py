@@ -11,9 +11,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from safeicrl.budgets import bin_of
 from safeicrl.errors import UserError
 from safeicrl.evaluation.results import Results
-from safeicrl.evaluation.statistics import budget_edges, standard_error
+from safeicrl.evaluation.statistics import standard_error
 from safeicrl.files import atomic_write
 
 Groups = dict[str, list[Results]]  # label → its seeds
@@ -209,7 +210,7 @@ def _bins(result: Results) -> int:
 
 def _edges(result: Results, bins: int) -> np.ndarray:
     low, high = result.budget_range
-    return np.linspace(low, high, bins + 1) if high > low else budget_edges(low - 0.5, low + 0.5)[[0, -1]]
+    return np.linspace(low, high, bins + 1) if high > low else np.array([low - 0.5, low + 0.5])
 
 
 def _centres(result: Results, bins: int) -> np.ndarray:
@@ -224,7 +225,7 @@ def _binned(result: Results, values: np.ndarray, bins: int) -> tuple[np.ndarray,
     its task's mean, enlarged by as much as the mean has taken away of it (Morey 2008).
     """
     edges = _edges(result, bins)
-    index = np.clip(np.searchsorted(edges, result.budgets, side="right") - 1, 0, len(edges) - 2)
+    index = bin_of(result.budgets, edges)
     off, often = values, result.budgets_per_task
     if often > 1 and len(edges) > 2:
         own = np.bincount(result.task, values) / often  # [task]

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from safeicrl.budgets import is_over
+
 ARRAYS = ("returns", "costs", "lengths", "budgets")
 
 
@@ -37,8 +39,7 @@ class Results:
     @property
     def over(self) -> np.ndarray:
         """[trial, episode] bool: the episode cost more than its budget."""
-        # the slack is for real-valued costs summed in float32
-        return self.costs > self.budgets[:, None] * (1 + 1e-6) + 1e-6
+        return is_over(self.costs, self.budgets[:, None])
 
     @property
     def budget_range(self) -> tuple[float, float]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from safeicrl.budgets import bin_of, budget_edges
 from safeicrl.errors import UserError
 from safeicrl.evaluation.results import Results
 
@@ -130,20 +131,12 @@ def _check_comparable(one: Results, other: Results) -> None:
         raise UserError(f"results can be compared with the same budgets only: {one.label!r}, {other.label!r}")
 
 
-def budget_edges(low: float, high: float) -> np.ndarray:
-    """Edges of five budget bins; the first is half as wide, since little budget is the hardest case.
-
-    For the paper's range 1–10: 1, 2, 4, 6, 8, 10.
-    """
-    return low + (high - low) * np.array([0, 1, 3, 5, 7, 9]) / 9
-
-
 def budget_bins(results: Results) -> dict[str, np.ndarray]:
-    """Bin name → which trials it holds, [trial] bool. Lower edges belong to their bin, the last edge too."""
+    """Bin name → which trials it holds, [trial] bool."""
     edges = budget_edges(*results.budget_range)
     if edges[0] == edges[-1]:
         return {f"{edges[0]:g}": np.ones(len(results.budgets), bool)}
-    index = np.clip(np.searchsorted(edges, results.budgets, side="right") - 1, 0, len(edges) - 2)
+    index = bin_of(results.budgets, edges)
     names = [f"{a:.3g}–{b:.3g}" for a, b in itertools.pairwise(edges)]
     return {name: index == i for i, name in enumerate(names)}
 

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from safeicrl.agents.mlp import MlpAgent
+from safeicrl.budgets import is_over
 from safeicrl.envs.api import Env, Grid, Key, PyTree, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.feedforward import (
@@ -366,7 +367,7 @@ def summarise_ends(played: Rollout, limit: jax.Array, before: jax.Array) -> tupl
     When none did, it is as `before`.
     """
     ended = played.done.sum()
-    values = jnp.stack([played.returns, played.costs, played.costs > limit * (1 + 1e-6) + 1e-6])
+    values = jnp.stack([played.returns, played.costs, is_over(played.costs, limit)])
     means = jnp.where(played.done, values, 0.0).sum((1, 2)) / jnp.maximum(ended, 1)
     return jnp.where(ended > 0, means, before), ended
 
