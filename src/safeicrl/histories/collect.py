@@ -18,13 +18,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from safeicrl.optimisers.lagrangian import Learner, PPOLagConfig, Rollout
 from safeicrl.envs.api import Discrete, Env, Grid, PyTree, Split, check_split
-from safeicrl.errors import UserError, check_budget, check_integer
 from safeicrl.envs.registry import env_to_plain
-from safeicrl.provenance import surroundings
+from safeicrl.errors import UserError, check_budget, check_integer
 from safeicrl.histories.store import STEPWISE, TRUNCATED, Histories, HistoryWriter, open_histories
 from safeicrl.log import Terminal
+from safeicrl.optimisers.lagrangian import Learner, PPOLagConfig, Rollout
+from safeicrl.provenance import surroundings
 from safeicrl.signals import StopRequest
 
 CHUNK = 10  # iterations, about, in one call of the jitted program

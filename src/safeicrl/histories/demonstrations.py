@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from safeicrl.agents.reference import Plan, PlannerAgent
 from safeicrl.envs.api import Env, Key, PyTree, record, replace
 from safeicrl.envs.dark_room import SafeDarkRoom
-from safeicrl.errors import UserError, check_budget, check_integer, check_number
 from safeicrl.envs.registry import env_to_plain
-from safeicrl.provenance import surroundings
+from safeicrl.errors import UserError, check_budget, check_integer, check_number
 from safeicrl.histories.store import TRUNCATED, Histories, HistoryWriter, open_histories
-from safeicrl.agents.reference import Plan, PlannerAgent
+from safeicrl.provenance import surroundings
 from safeicrl.tokens import Token
 from safeicrl.trial import run_trials
 

@@ -7,8 +7,6 @@ collected again to the same bytes.
 """
 
 import hashlib
-import importlib
-import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, is_dataclass
@@ -17,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from safeicrl.envs.registry import env_from_plain
 from safeicrl.envs.api import Discrete, Env, EnvSpec, Grid
-from safeicrl.envs.registry import name_of
-from safeicrl.errors import UserError, check_integer
+from safeicrl.envs.registry import env_from_plain, name_of
+from safeicrl.errors import UserError
 from safeicrl.files import plain, read_json, write_json
 
 FORMAT = "safeicrl learning histories"

@@ -1,0 +1,1 @@
+"""Learning histories: made, stored, cut into windows."""
