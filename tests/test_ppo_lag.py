@@ -13,7 +13,6 @@ from probe import Casino, Push, Throw
 from safeicrl import load_policy
 from safeicrl.agents.api import with_options
 from safeicrl.agents.mlp import MlpAgent
-from safeicrl.algos import ppo_lag
 from safeicrl.algos.api import METRICS
 from safeicrl.algos.ppo_lag import PPOLag
 from safeicrl.cli import main
@@ -23,6 +22,7 @@ from safeicrl.envs.wrappers import FixedTask
 from safeicrl.errors import UserError
 from safeicrl.evaluation.evaluate import evaluate
 from safeicrl.nets.feedforward import Normaliser
+from safeicrl.optimisers import lagrangian
 from safeicrl.optimisers.lagrangian import Learner, PPOLagConfig, Rollout
 from safeicrl.train import EvalConfig, TrainConfig, train
 
@@ -170,7 +170,7 @@ def test_looking_up_cells_beside_others_is_evaluating_each_step_alone(monkeypatc
     tasks = jax.tree.map(lambda x: jnp.stack([x] * 3), DETOUR)
     looked_up, states, metrics = run(ROOM, TINY, tasks, [0.0, 1.0, 2.0])
     assert looked_up.cells is not None
-    monkeypatch.setattr(ppo_lag, "TABLE", 0)
+    monkeypatch.setattr(lagrangian, "TABLE", 0)
     learner = Learner(ROOM, TINY)
     assert learner.cells is None
     state, step = learner.init(jax.random.split(jax.random.key(0), 3)[1], DETOUR), jax.jit(learner.iterate)
@@ -187,7 +187,7 @@ def test_values_stay_the_same_when_their_unit_changes():
     state = learner.init(jax.random.key(0), DETOUR)
     where = jnp.array([[0, 0], [2, 3]])
     scale = jnp.array([4.0, 0.5])
-    other = replace(state, scale=scale, params=ppo_lag.rescale(state.params, state.scale / scale))
+    other = replace(state, scale=scale, params=lagrangian.rescale(state.params, state.scale / scale))
     np.testing.assert_allclose(learner.values(other, where), learner.values(state, where), rtol=1e-5)
     np.testing.assert_array_equal(other.params.nets.weights[-1][0], state.params.nets.weights[-1][0])
 
