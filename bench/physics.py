@@ -1,19 +1,15 @@
 """Physics of the MuJoCo worlds: what the environment costs on top of raw MuJoCo, and which engine is faster.
 
-python bench/physics.py          C engine against raw mujoco.batch on 1 and 2 threads → results/bench_physics.json
-python bench/physics.py --gpu    every engine from 64 to 8192 worlds → results/bench_physics_gpu.json
+python bench/physics.py    C engine against raw mujoco.batch on 1 and 2 threads → results/bench_physics.json
 python bench/physics.py --approximations    engines to pretrain in, against c → results/bench_approximations.json
 
-All rates are physics steps (mj_steps) a second over all worlds; 50 of them make one step of Point and Car, 5 one
-of HalfCheetah and Ant.
+All rates are physics steps (mj_steps) per second over all worlds. One step of Point and Car is 50 physics steps,
+one of HalfCheetah and Ant is 5.
 """
 
 import argparse
-import concurrent.futures
 import functools
 import importlib.metadata
-import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,20 +23,18 @@ from rich.console import Console
 from rich.table import Table
 
 from safeicrl.envs.mujoco import models, physics
-from safeicrl.envs.registry import make_env
+from safeicrl.envs.registry import WORLDS, make_env
 from safeicrl.errors import UserError
 from safeicrl.files import write_json
 
 ENVS = {
-    "point": "safe-dark-point",
-    "car": "safe-dark-car",
-    "half_cheetah": "safe-velocity-half-cheetah",
-    "ant": "safe-velocity-ant",
+    robot: name for name, world in WORLDS.items() if (robot := getattr(world.load(), "robot", None)) is not None
 }
 # Safety-Gymnasium 1.0.0 on one core, slowest and fastest run seen, in its env steps of 10 physics steps.
 ORIGINAL = {"point": (390, 1340), "car": (275, 960)}
 APPROXIMATIONS = {"car": "planar", "ant": "euler"}
-ROUGH_RATE = {"point": 2e5, "car": 4e4, "half_cheetah": 8e4, "ant": 1.4e4}  # one core, to size the runs
+ROUGH_RATE = {"point": 2e5, "half_cheetah": 8e4}  # one core, to size the runs ...
+SLOW_RATE = 2e4  # ... of the other robots
 
 
 @functools.cache
@@ -89,7 +83,7 @@ def compare_with_raw(robot: str, worlds: int, threads: int, args: argparse.Names
     physics.set_threads(threads)
     env = make_env(ENVS[robot], engine="c")
     per_step = env.job.substeps * env.job.repeats * worlds
-    steps = max(2, round(args.seconds * ROUGH_RATE[robot] * threads / per_step))
+    steps = max(2, round(args.seconds * ROUGH_RATE.get(robot, SLOW_RATE) * threads / per_step))
     tasks, state = start_worlds(robot, worlds)
     actions = random_actions(robot, steps, worlds)
     through = jax.jit(lambda s, a: scan_steps(env, tasks, s, a))
@@ -144,45 +138,6 @@ def compile_engine(robot: str, engine: str, worlds: int) -> Callable[[float], fl
     return measure
 
 
-def engines_by_batch(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
-    """Rates of every engine and batch. Engine c first: MJX compiles on all cores, and c is measured on them."""
-    start = time.perf_counter()
-    quick = [(robot, "c") for robot in args.robots] + [("point", "planar")] * ("point" in args.robots)
-    rows = measure_engines(quick, start, args, console)
-    return rows + measure_engines([(robot, "mjx") for robot in args.robots], start, args, console)
-
-
-def measure_engines(
-    engines: list[tuple[str, str]], start: float, args: argparse.Namespace, console: Console
-) -> list[dict[str, Any]]:
-    """Compile the engines side by side, each for one batch size after another; then measure one at a time."""
-    ready: dict[tuple[str, str, int], Callable[[float], float]] = {}
-
-    def elapsed() -> float:
-        return time.perf_counter() - start
-
-    def compile_all(robot: str, engine: str) -> None:
-        for worlds in args.worlds:
-            if elapsed() < args.compile_seconds:
-                ready[robot, engine, worlds] = compile_engine(robot, engine, worlds)
-
-    pool = concurrent.futures.ThreadPoolExecutor(len(engines))
-    compiling = [pool.submit(compile_all, *engine) for engine in engines]
-    done, _ = concurrent.futures.wait(compiling, timeout=args.compile_seconds - elapsed())
-    for future in done:
-        future.result()  # raises what went wrong there
-    console.print(f"compiled after {elapsed():.0f} s")
-    rows = []
-    for robot, engine, worlds in [(*engine, worlds) for engine in engines for worlds in sorted(args.worlds)]:
-        measure = ready.get((robot, engine, worlds))
-        if measure is None or elapsed() > args.total_seconds:
-            console.print(f"{robot} {engine} {worlds}: left out, {'time is up' if measure else 'still compiling'}")
-            continue
-        rows.append({"robot": robot, "engine": engine, "worlds": worlds, "rate": measure(args.seconds)})
-        console.print(f"{robot} {engine} {worlds}: {rows[-1]['rate']:,.0f} physics steps/s")
-    return rows
-
-
 def approximations(args: argparse.Namespace) -> list[dict[str, Any]]:
     """How much faster the engines to pretrain in are than the real one, by turns."""
     rows = []
@@ -197,18 +152,6 @@ def approximations(args: argparse.Namespace) -> list[dict[str, Any]]:
                 {"robot": robot, "engine": engine, "worlds": worlds, "c": c, "rate": fast, "times": fast / c}
             )
     return rows
-
-
-def print_engines(rows: list[dict[str, Any]], console: Console) -> None:
-    batches = sorted({row["worlds"] for row in rows})
-    table = Table(title="physics steps/s, thousands", box=None)
-    for column in ("robot", "engine", *map(str, batches)):
-        table.add_column(column, justify="right")
-    rates = {(row["robot"], row["engine"], row["worlds"]): row["rate"] for row in rows}
-    for robot, engine in dict.fromkeys((row["robot"], row["engine"]) for row in rows):
-        cells = [rates.get((robot, engine, worlds)) for worlds in batches]
-        table.add_row(robot, engine, *(f"{rate / 1e3:,.0f}" if rate else "–" for rate in cells))
-    console.print(table)
 
 
 def print_comparison(rows: list[dict[str, Any]], console: Console) -> None:
@@ -235,28 +178,17 @@ def usable(robots: list[str], console: Console) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", action="store_true", help="compare the engines instead")
     parser.add_argument("--approximations", action="store_true", help="compare the engines to pretrain in instead")
     parser.add_argument("--robots", nargs="+", default=list(ENVS), choices=list(ENVS))
-    parser.add_argument("--worlds", nargs="+", type=int, help="batch sizes")
+    parser.add_argument("--worlds", nargs="+", type=int, default=[64, 512], help="batch sizes")
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--seconds", type=float, default=1.0, help="length of one measurement, roughly")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--compile-seconds", type=float, default=130.0, help="with --gpu: stop compiling then")
-    parser.add_argument("--total-seconds", type=float, default=165.0, help="with --gpu: stop measuring then")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     console = Console()
     args.robots = usable(args.robots, console)
     about = provenance(mujoco=importlib.metadata.version("mujoco"))
-    if args.gpu:
-        args.worlds = args.worlds or [4096, 512, 8192, 64, 2048]  # the most telling first
-        rows = engines_by_batch(args, console)
-        print_engines(rows, console)
-        write_json(args.out or Path("results/bench_physics_gpu.json"), {**about, "engines": rows})
-        sys.stdout.flush()
-        os._exit(0)  # compilations that were given up on would keep the process waiting
-    args.worlds = args.worlds or [64, 512]
     if args.approximations:
         rows = approximations(args)
         for row in rows:

@@ -13,6 +13,7 @@ from standin import ROOM, TableAgent, TableConfig
 
 from safeicrl import cli
 from safeicrl import recipes as presets
+from safeicrl.algos.scared import ScaredConfig
 from safeicrl.cli import main
 from safeicrl.config import from_plain
 from safeicrl.envs.dark_room import SafeDarkRoom
@@ -20,6 +21,7 @@ from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import load_results, results_equal
 from safeicrl.evaluation.tables import group
 from safeicrl.log import read_metrics
+from safeicrl.optimisers.ppo import PPOConfig
 from safeicrl.policies import catalogue
 from safeicrl.policies.policy import load_policy
 from safeicrl.recipes import Experiment, load_experiment
@@ -70,6 +72,10 @@ def refused(capsys, *args) -> str:
         ("train --preset table --env.test-budget a b", "--env.test-budget takes two numbers, got 'a', 'b'$"),
         ("train --preset table --env.test-budget 5 1", "env: test_budget must rise, got 5 to 1$"),
         ("train --preset table --env.train-budget nan 1", "env: train_budget must be a finite number"),
+        ("train --algo.ppo.episode-discount 0.95", "algo.ppo.episode_discount 0.95 is not .* version 0.2 dropped"),
+        ("train --algo.ddpg.critic-weight=2", "algo.ddpg.critic_weight 2 is not supported: version 0.2 dropped"),
+        ("train --algo.ddpg.pessimism", "algo.ddpg.pessimism True is not supported"),
+        ("train --algo.ddpg.no-pessimism --minutes 3", "algo.ddpg.pessimism False is not supported"),
         ("train --resume nowhere", "no training run at"),
         ("train --resume nowhere --preset table", "leave out --preset"),
         ("evaluate", "needs either a policy"),
@@ -355,3 +361,19 @@ def test_configs_from_json():
     with pytest.raises(UserError, match="train_budget must be a list"):
         from_plain(SafeDarkRoom, {"train_budget": 3})
     assert from_plain(SafeDarkRoom, {"train_budget": [1, 3]}).train_budget == (1.0, 3.0)
+
+
+def test_options_of_older_versions():
+    old = {"ppo": {"episode_discount": 1, "epochs": 5}, "ddpg": {"pessimism": False, "critic_weight": 1.0}}
+    assert from_plain(ScaredConfig, old, "algo") == ScaredConfig(ppo=PPOConfig(epochs=5))
+    for owner, option, value in (
+        ("ppo", "episode_discount", 0.95),
+        ("ddpg", "episode_discount", 0.9),
+        ("ddpg", "pessimism", True),
+        ("ddpg", "critic_weight", 2.0),
+    ):
+        words = f"^algo.{owner}.{option} {value} is not supported: version 0.2 dropped this option$"
+        with pytest.raises(UserError, match=words):
+            from_plain(ScaredConfig, {owner: {option: value}}, "algo")
+    with pytest.raises(UserError, match="unknown setting of train 'episode_discount'"):
+        from_plain(TrainConfig, {"episode_discount": 1.0}, "train")  # the same name in another group

@@ -10,9 +10,9 @@ import pytest
 from safeicrl.cli import main
 from safeicrl.envs.dark_room import MOVES, SafeDarkRoom
 from safeicrl.errors import UserError
+from safeicrl.histories import collect as module
 from safeicrl.histories.collect import CollectConfig, arrange, collect, default_config, learning_progress
 from safeicrl.histories.store import ARRAYS, TERMINATED, TRUNCATED, open_histories
-from safeicrl.histories.store import collect as module
 from safeicrl.optimisers.lagrangian import PPOLagConfig
 
 ROOM = SafeDarkRoom(size=3, obstacles=2, max_steps=5)

@@ -74,7 +74,6 @@ def test_nothing_flows_back_over_a_boundary():
     assert abs(after[3]) > 1
 
 
-def test_episodes_are_discounted_apart_from_steps():
-    done, trial_done = jnp.array([0, 1, 0, 1, 0]), jnp.array([0, 0, 0, 1, 0])
-    found = returns.reward_discount(0.5, 0.1, done, trial_done)
-    np.testing.assert_allclose(found, [0.5, 0.05, 0.5, 0.0, 0.5], rtol=1e-6)
+def test_the_reward_counts_until_the_trial_ends():
+    found = returns.reward_discount(0.5, jnp.array([0, 0, 0, 1, 0]))
+    np.testing.assert_allclose(found, [0.5, 0.5, 0.5, 0.0, 0.5], rtol=1e-6)

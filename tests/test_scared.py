@@ -269,8 +269,7 @@ def ppo_loss_by_hand(settings, form, trials, multiplier, scale, entropy_weight, 
     else:
         cost, cost_discount = np.asarray(trials.cost), 1.0 - np.asarray(trials.done)
         multiplier = multiplier * over_by_hand(trials)
-    gamma = settings.discount * np.where(np.asarray(trials.done), settings.episode_discount, 1.0)
-    signals = ((np.asarray(trials.reward), gamma * (1.0 - trial_over)), (cost, cost_discount))
+    signals = ((np.asarray(trials.reward), settings.discount * (1.0 - trial_over)), (cost, cost_discount))
     trace = np.full((ROWS, STEPS), settings.trace)
     advantages = [
         corrections_by_hand(signal, discount, value * unit, value * unit, trace)
@@ -289,7 +288,7 @@ def ppo_loss_by_hand(settings, form, trials, multiplier, scale, entropy_weight, 
 @pytest.mark.parametrize("form", ["excess", "paper"])
 def test_the_ppo_loss_by_hand(rows, form):
     net = random_weights(ActorCritic, TINY, ROOM.spec, privileged=True)
-    settings = PPOConfig(minibatch=8, episode_discount=0.8)
+    settings = PPOConfig(minibatch=8)
     ppo = PPO(ROOM, TINY, PenaltyConfig(form=form), settings, iterations=1, rows=ROWS)
     multiplier = np.array([0.4, 1.3])[np.asarray(rows.token.episode)]  # one for each episode
     scale, weight = np.array([0.5, 2.0]), 0.1
@@ -341,13 +340,10 @@ def test_gradients_are_clipped_by_their_common_norm():
     np.testing.assert_allclose(updates["b"], [-0.1 * 4 / 5, 0], rtol=1e-4)
 
 
-@pytest.mark.parametrize(("form", "pessimism"), [("excess", False), ("paper", True)])
-def test_retrace_targets_by_hand(rows, form, pessimism):
+@pytest.mark.parametrize("form", ["excess", "paper"])
+def test_retrace_targets_by_hand(rows, form):
     """Q̂ = Q + Σ_s (Π γ c) (r + γ E_π Q' − Q), c = trace · min(1, π/μ): stops at boundaries, cut rows wait."""
-    settings = DDPGConfig(
-        discount=0.95, episode_discount=0.7, cost_discount=0.9, trace=0.8, ensemble=3, pessimism=pessimism,
-        capacity=ROWS,
-    )  # fmt: skip
+    settings = DDPGConfig(discount=0.95, cost_discount=0.9, trace=0.8, ensemble=3, capacity=ROWS)
     net = random_weights(Nets, TINY, ROOM.spec, settings)
     slow = Heads(actor=net.policy.actor, reward=net.reward, cost=net.cost)
     hidden, _ = sample_queue(ROOM, "train", (1.0, 2.0), (ROWS, QUEUE), jax.random.key(5))
@@ -364,17 +360,15 @@ def test_retrace_targets_by_hand(rows, form, pessimism):
 
     found, policy, tables = jax.tree.map(np.asarray, outputs())  # policy: [row, time, action]
     trial_over, action = np.asarray(rows.trial_done), np.asarray(rows.action)[..., None]
-    per_episode = np.where(np.asarray(rows.done), 0.7, 1.0)
-    signals = [(np.asarray(rows.reward), 0.95 * per_episode * (1.0 - trial_over))]
+    signals = [(np.asarray(rows.reward), 0.95 * (1.0 - trial_over))]
     if form == "excess":
         signals += [(excess_by_hand(rows), 0.9 * (1.0 - trial_over))]
     else:
         signals += [(np.asarray(rows.cost), 1.0 - np.asarray(rows.done))]
     ratio = np.minimum(np.take_along_axis(policy, action, -1)[..., 0] * 5, 1)
     for index, (signal, discount) in enumerate(signals):
-        pool = (np.min if index == 0 else np.max) if pessimism else np.mean
-        taken = pool([np.take_along_axis(q, action, -1)[..., 0] for q in tables[index]], 0)
-        value = pool([(policy * q).sum(-1) for q in tables[index]], 0)
+        taken = np.mean([np.take_along_axis(q, action, -1)[..., 0] for q in tables[index]], 0)
+        value = np.mean([(policy * q).sum(-1) for q in tables[index]], 0)
         expected = taken + corrections_by_hand(signal / scale[index], discount, taken, value, 0.8 * ratio)
         mask = learnable_by_hand(rows)
         np.testing.assert_allclose(found[index][mask], expected[mask], rtol=1e-3, atol=1e-4)

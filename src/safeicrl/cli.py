@@ -21,6 +21,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from safeicrl.config import DROPPED, dropped_option
 from safeicrl.errors import Approximation, BeyondTraining, UserError, unknown_name
 from safeicrl.files import make_folder
 from safeicrl.version import VERSION
@@ -476,6 +477,7 @@ def _parse(command: str, form: type[T], args: list[str]) -> T:
         name = unknown[0].split("=")[0]
         if not name.startswith("-"):
             raise UserError(f"unexpected argument {name!r}; see safeicrl {command} --help")
+        _refuse_dropped(unknown)
         options = [f"--{flag}" for flag in _flags(form)]
         if name in options:  # a positional argument
             raise UserError(f"leave out {name}, its value alone will do; see safeicrl {command} --help")
@@ -483,6 +485,15 @@ def _parse(command: str, form: type[T], args: list[str]) -> T:
         hint = f"did you mean {near[0]}?" if near else f"see safeicrl {command} --help"
         raise UserError(f"unknown option {name}; {hint}")
     return asked
+
+
+def _refuse_dropped(unknown: list[str]) -> None:
+    """Say so when the first of the unknown arguments is an option of an older version."""
+    flag, _, value = unknown[0].partition("=")
+    option = flag.removeprefix("--").replace("-", "_")
+    if (positive := option.replace(".no_", ".")) in DROPPED:
+        following = next((word for word in unknown[1:] if not word.startswith("--")), "True")
+        raise dropped_option(positive, "False" if positive != option else value or following)
 
 
 # How tyro says that a value does not fit an option.

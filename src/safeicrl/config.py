@@ -1,12 +1,13 @@
 """Settings and names from files: dataclasses from plain JSON values, objects from "module:name".
 
-What does not fit is an error of one line.
+A value that does not fit is an error of one line.
 """
 
 import dataclasses
 import importlib
 import types
 import typing
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union
 
 from safeicrl.errors import UserError, unknown_name
@@ -14,22 +15,54 @@ from safeicrl.errors import UserError, unknown_name
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Dropped:
+    """An option that older versions had."""
+
+    version: str  # the first version without it
+    neutral: Any  # the value with which a run is the same as without the option
+
+
+# Every option that was ever dropped, by its name on the command line. A stored run that has such an option at its
+# neutral value loads as if the option were not there; any other value is an error.
+DROPPED = {
+    "algo.ppo.episode_discount": Dropped(version="0.2", neutral=1.0),
+    "algo.ddpg.episode_discount": Dropped(version="0.2", neutral=1.0),
+    "algo.ddpg.pessimism": Dropped(version="0.2", neutral=False),
+    "algo.ddpg.critic_weight": Dropped(version="0.2", neutral=1.0),
+}
+
+
+def dropped_option(option: str, value: object) -> UserError:
+    """The error for an option in `DROPPED`."""
+    return UserError(f"{option} {value} is not supported: version {DROPPED[option].version} dropped this option")
+
+
 def from_plain(cls: type[T], values: Any, where: str = "") -> T:
-    """Build the dataclass `cls` from a dictionary, nested ones too; fields left out keep their defaults."""
+    """Build the dataclass `cls` from a dictionary, nested dataclasses too; missing fields keep their defaults.
+
+    `where` is the name of this group of settings on the command line, such as "algo".
+    """
     name = where or cls.__name__
     if not isinstance(values, dict):
         raise UserError(f"{name} must be a group of settings, got {values!r}")
     hints = typing.get_type_hints(cls)
     known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    for key in values:
-        if key not in known:
-            raise unknown_name(f"setting of {name}", key, known)
     prefix = f"{where}." if where else ""
-    return cls(**{key: _convert(hints[key], value, f"{prefix}{key}") for key, value in values.items()})
+    settings = {}
+    for key, value in values.items():
+        option = f"{prefix}{key}"
+        if key in known:
+            settings[key] = _convert(hints[key], value, option)
+        elif option not in DROPPED:
+            raise unknown_name(f"setting of {name}", key, known)
+        elif value != DROPPED[option].neutral:
+            raise dropped_option(option, value)
+    return cls(**settings)
 
 
 def load_object(path: str) -> Any:
-    """What "module:name" names."""
+    """The object that "module:name" names."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 

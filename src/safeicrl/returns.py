@@ -32,10 +32,9 @@ def gae(reward: jax.Array, value: jax.Array, discount: jax.Array, trace: float) 
     return linear_recurrence(discount * trace, error)
 
 
-def reward_discount(step: float, episode: float, done: jax.Array, trial_done: jax.Array) -> jax.Array:
-    """γ of every step, [row, time]: `step`, times `episode` where an episode ends, 0 where the trial does.
+def reward_discount(step: float, trial_done: jax.Array) -> jax.Array:
+    """γ of every step, [row, time]: `step`, and 0 where the trial ends.
 
-    A trial has K episodes however long they are. Discounted by the step, waiting is dear: an agent whose budget is
-    spent would rather break it than stand still until the next episode. Discounted by the episode, waiting is free.
+    It does not stop at the end of an episode: what is found now pays in later episodes.
     """
-    return step * jnp.where(done, episode, 1.0) * (1.0 - trial_done)
+    return step * (1.0 - trial_done)

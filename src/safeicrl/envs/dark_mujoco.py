@@ -4,7 +4,7 @@ Paper, §"Environments" of the appendix: the agent perceives its position and ro
 1 is paid at the goal and ends the episode, and one policy action is repeated over n = 5 simulation steps. Robots,
 sizes, keep-outs and the cost rule are Safety-Gymnasium's (Goal task, level 1). Readings: a simulation step is
 Safety-Gymnasium's env step of 10 physics steps; cost is 1 for each of them that ends inside a hazard, so at most
-n a step; an episode ends at the very simulation step that reaches the goal, and the rest of the n neither run up
+n per step; an episode ends at the very simulation step that reaches the goal, and the rest of the n neither add
 cost nor move the robot.
 """
 
@@ -46,9 +46,10 @@ class SafeDarkMujoco:
     """What Point and Car share; every number the paper leaves open is a parameter."""
 
     robot: ClassVar[str]
+    upright: ClassVar[bool] = False  # it moves on the floor, not in an upright plane
 
     macro_steps: int = 5  # n, simulation steps in one step
-    hazards: int = 8  # discs that cost 1 a simulation step
+    hazards: int = 8  # discs; inside one, each simulation step costs 1
     cells: int = 9  # objects spawn on a grid of cells², as in SafeDarkRoom
     alpha: float = 0.5  # of the spawn distributions, per cell
     max_steps: int = 75  # in an episode
@@ -91,6 +92,11 @@ class SafeDarkMujoco:
     def job(self) -> Job:
         """The physics of one step."""
         return Job(self.robot, SUBSTEPS, self.macro_steps, self.engine)
+
+    @property
+    def approximation(self) -> str | None:
+        """How the physics differ from the robot's real ones; None where they do not."""
+        return physics.approximation(self.job)
 
     def sample_task(self, key: Key, split: Split) -> Arena:
         """An arena: the goal first, then the hazards one after another, under the original keep-outs.
@@ -222,11 +228,6 @@ class SafeDarkCar(SafeDarkMujoco):
     """Two driven wheels and a caster; the front is −y."""
 
     robot: ClassVar[str] = "car"
-
-    @property
-    def approximation(self) -> str | None:
-        """How this differs from the real Car, where it does; to pretrain in."""
-        return "engine=planar (an approximation of Car)" if self.engine == "planar" else None
 
     def observe(self, qpos: jax.Array) -> jax.Array:
         """From the free joint: position and unit quaternion."""

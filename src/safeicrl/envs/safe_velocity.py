@@ -42,6 +42,7 @@ class SafeVelocity:
     control_cost: ClassVar[float]  # reward lost per squared action
     alive_bonus: ClassVar[float]  # reward of every step, the terminating one included
     hidden: ClassVar[int]  # leading coordinates of qpos that are not observed: where in the world the robot is
+    upright: ClassVar[bool] = False  # whether it moves in the upright plane y = 0
 
     multiplier: float | None = None  # set: the one task of both splits, instead of drawing
     max_steps: int = 75  # in an episode
@@ -79,6 +80,11 @@ class SafeVelocity:
     def job(self) -> Job:
         """The physics of one step."""
         return Job(self.robot, SUBSTEPS, 1, self.engine)
+
+    @property
+    def approximation(self) -> str | None:
+        """How the physics differ from the robot's real ones; None where they do not."""
+        return physics.approximation(self.job)
 
     def sample_task(self, key: Key, split: Split) -> SpeedLimit:
         """A multiplier, uniform over the split's."""
@@ -155,6 +161,7 @@ class SafeVelocityHalfCheetah(SafeVelocity):
     control_cost: ClassVar[float] = 0.1
     alive_bonus: ClassVar[float] = 0.0
     hidden: ClassVar[int] = 1
+    upright: ClassVar[bool] = True
 
     def _velocity(self, old: PhysicsState, new: PhysicsState) -> tuple[jax.Array, jax.Array]:
         forward = (new.qpos[0] - old.qpos[0]) / self._dt
@@ -176,11 +183,6 @@ class SafeVelocityAnt(SafeVelocity):
     control_cost: ClassVar[float] = 0.5
     alive_bonus: ClassVar[float] = 1.0
     hidden: ClassVar[int] = 2
-
-    @property
-    def approximation(self) -> str | None:
-        """How this differs from the real Ant, where it does; to pretrain in."""
-        return "engine=euler (an approximation of Ant)" if self.engine == "euler" else None
 
     def _velocity(self, old: PhysicsState, new: PhysicsState) -> tuple[jax.Array, jax.Array]:
         velocity = (new.anchor - old.anchor) / self._dt

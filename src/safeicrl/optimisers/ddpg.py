@@ -40,17 +40,14 @@ class DDPGConfig:
     batch: int = 32  # rows a gradient step
     capacity: int = 2048  # rows of replay
     discount: float = 0.995  # γ of the reward: it bootstraps into the next episode, stops at the trial's end
-    episode_discount: float = 1.0  # a further factor at each episode's end, see returns.reward_discount
     cost_discount: float = 0.99  # γ of the excess cost; the paper's form stops at the episode's end with γ = 1
     trace: float = 0.9  # Retrace; 0 is the paper's one-step target
-    ensemble: int = 2  # critics of each kind; targets average them, or see `pessimism`
-    pessimism: bool = False  # targets take the min of the reward critics and the max of the cost critics
+    ensemble: int = 2  # critics of each kind; targets average them
     target_rate: float = 0.01  # of the slow heads
     trust: float = 1.0  # weight of KL(slow policy ‖ policy); 0 in the paper
     entropy: float = 0.01  # weight of the policy's entropy; 0 in the paper
     exploration: tuple[float, float] = (1.0, 0.02)  # ε, start → end over the first half of the run
     max_grad: float = 1.0  # norm to which gradients are clipped
-    critic_weight: float = 1.0  # against the actor's loss
     privileged_critic: bool = True  # critics also see the hidden task; not in the paper
 
     def __post_init__(self) -> None:
@@ -58,12 +55,12 @@ class DDPGConfig:
             check_integer(f"ddpg.{name}", getattr(self, name), 1)
         for name in ("learning_rate", "max_grad"):
             check_number(f"ddpg.{name}", getattr(self, name), 0.0, strict=True)
-        for name in ("trust", "entropy", "critic_weight"):
+        for name in ("trust", "entropy"):
             check_number(f"ddpg.{name}", getattr(self, name), 0.0)
         for value in self.exploration:
             if not 0 < check_number("ddpg.exploration", value, 0.0) <= 1:
                 raise UserError(f"ddpg.exploration must lie in (0, 1], got {value}")
-        for name in ("discount", "episode_discount", "cost_discount", "trace", "target_rate"):
+        for name in ("discount", "cost_discount", "trace", "target_rate"):
             if check_number(f"ddpg.{name}", getattr(self, name), 0.0) > 1:
                 raise UserError(f"ddpg.{name} must be at most 1, got {getattr(self, name)}")
 
@@ -314,8 +311,7 @@ class DDPG:
             "q_cost": _mean(taken[1].mean(0), mask) * scale[1],
         }  # fmt: skip
         loss = actor + self.config.trust * drift - self.config.entropy * randomness
-        loss = loss + self.config.critic_weight * (errors[0] + errors[1])
-        return loss, (0.995 * scale + 0.005 * jnp.maximum(rms, 1e-2), metrics)
+        return loss + (errors[0] + errors[1]), (0.995 * scale + 0.005 * jnp.maximum(rms, 1e-2), metrics)
 
     def targets(
         self, slow: Heads, prior: Distribution, features: jax.Array, batch: Row, scale: jax.Array, key: Key
@@ -328,14 +324,10 @@ class DDPG:
         else:
             cost, cost_discount = trials.cost, 1.0 - trials.done
         signal = jnp.stack([net_reward(trials, self.penalty), cost]) / scale[:, None, None]
-        reward_gamma = reward_discount(
-            self.config.discount, self.config.episode_discount, trials.done, trials.trial_done
-        )
-        discount = jnp.stack([reward_gamma, cost_discount])
-        pools = ((slow.reward, jnp.min), (slow.cost, jnp.max))
-        pool = lambda q, worst: worst(q, 0) if self.config.pessimism else q.mean(0)  # noqa: E731
-        taken = jnp.stack([pool(c.taken(features, seen, trials.action), worst) for c, worst in pools])
-        value = jnp.stack([pool(c.expected(features, seen, prior, key), worst) for c, worst in pools])
+        discount = jnp.stack([reward_discount(self.config.discount, trials.trial_done), cost_discount])
+        critics = (slow.reward, slow.cost)
+        taken = jnp.stack([c.taken(features, seen, trials.action).mean(0) for c in critics])
+        value = jnp.stack([c.expected(features, seen, prior, key).mean(0) for c in critics])
         ratio = jnp.exp(jnp.minimum(prior.log_prob(trials.action) - trials.extras["log_prob"], 0.0))
         error = signal + discount * shift(value) - taken
         cut = discount[..., -1] > 0  # a row cut in mid-trial has no next value

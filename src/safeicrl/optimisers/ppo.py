@@ -34,7 +34,6 @@ class PPOConfig:
     minibatch: int = 64  # rows
     clip: float = 0.2  # of the probability ratio
     discount: float = 0.998  # γ of the reward, across episodes: exploring now pays in later ones
-    episode_discount: float = 1.0  # a further factor at each episode's end, see returns.reward_discount
     cost_discount: float = 0.99  # γ of the excess cost; the paper's form is undiscounted within its episode
     trace: float = 0.97  # λ of GAE
     max_grad: float = 1.0  # norm to which gradients are clipped
@@ -49,7 +48,7 @@ class PPOConfig:
             check_number(f"ppo.{name}", getattr(self, name), 0.0, strict=True)
         for value in (*self.learning_rate, *self.entropy, self.value_weight):
             check_number("ppo's learning_rate, entropy and value_weight", value, 0.0)
-        for name in ("discount", "episode_discount", "cost_discount", "trace"):
+        for name in ("discount", "cost_discount", "trace"):
             value = check_number(f"ppo.{name}", getattr(self, name), 0.0)
             if value > 1:
                 raise UserError(f"ppo.{name} must be at most 1, got {value}")
@@ -219,9 +218,7 @@ class PPO:
 
     def advantages(self, values: jax.Array, trials: Trials) -> jax.Array:
         """Advantages of reward and cost, [2, row, time]."""
-        within_trial = reward_discount(
-            self.config.discount, self.config.episode_discount, trials.done, trials.trial_done
-        )
+        within_trial = reward_discount(self.config.discount, trials.trial_done)
         if self.penalty.form == "excess":
             cost, cost_discount = excess_cost(trials), self.config.cost_discount * (1.0 - trials.trial_done)
         else:  # one episode's budget, undiscounted: the cost critic stops at the episode's end

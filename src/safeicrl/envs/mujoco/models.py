@@ -21,7 +21,7 @@ EULER_STEPS = 2
 
 # What every Safety-Gymnasium robot has in common: Euler and the Newton solver are MuJoCo's own defaults, the
 # pyramidal cone, 100 iterations and a tolerance of 1e-8 too. Robots collide with the floor only: no two parts
-# of one can touch, and leaving those pairs out spares both engines the search.
+# of one can touch, and leaving those pairs out spares MuJoCo the search.
 _WORLD = """
 <mujoco model="{name}">
   <compiler autolimits="true"/>
@@ -123,6 +123,13 @@ def load_euler(robot: str) -> "mujoco.MjModel":
     model.opt.integrator = mujoco.mjtIntegrator.mjINT_EULER
     model.opt.timestep /= EULER_STEPS
     return model
+
+
+def uses_rk4(model: "mujoco.MjModel") -> bool:
+    """Whether MuJoCo integrates this model by RK4, which evaluates the forces four times per step."""
+    import mujoco
+
+    return model.opt.integrator == mujoco.mjtIntegrator.mjINT_RK4
 
 
 def _point() -> "mujoco.MjModel":

@@ -1,17 +1,15 @@
-"""One physics function, four engines: `step(job, state, ctrl)`, state in, state out.
+"""One physics function, three engines: `step(job, state, ctrl)`, state in, state out.
 
 - `c`: C MuJoCo through `mujoco.batch`, every world of a vmapped step in one host callback, on all cores. Always
   computes in double precision; what passes through JAX has JAX's precision.
-- `mjx`: MuJoCo in JAX, for thousands of worlds on an accelerator.
-- `planar`: Point's dynamics in closed form, and an approximation of Car's to pretrain in (planar.py).
-- `euler`: as `c`, two Euler steps for each RK4 step of Ant: an approximation to pretrain in, 1.8 times as fast.
+- `planar`: Point's equations of motion in JAX, and an approximation of Car to pretrain in (planar.py).
+- `euler`: as `c`, with two Euler steps for each RK4 step of Ant: an approximation to pretrain in, 1.8 times faster.
 
-`auto` picks one by robot, device and number of worlds: see `AUTO`. A world that turns non-finite is held in its
-last good state and flagged; the others go on.
+`auto` is the fastest engine that is exact: `planar` for Point, `c` for the rest. A world that turns non-finite is
+held in its last good state and flagged; the others go on.
 """
 
 import functools
-import importlib.util
 import os
 import threading
 import time
@@ -26,19 +24,8 @@ import numpy as np
 
 from safeicrl.envs.api import record, replace
 from safeicrl.envs.mujoco import models
-from safeicrl.envs.mujoco.planar import PLANAR
+from safeicrl.envs.mujoco.planar import EXACT, PLANAR
 from safeicrl.errors import UserError, check_integer, unknown_name
-
-# Fewest worlds from which `auto` prefers an engine on an accelerator; `c` below the first. On a CPU `auto` is
-# `planar` for Point and `c` for the rest. Measured by bench/physics.py, table in docs/mujoco.md; assign to
-# change.
-AUTO: dict[str, dict[str, int]] = {
-    "point": {"planar": 1},
-    "car": {},
-    "half_cheetah": {},
-    "ant": {},
-}
-AUTO_CPU: dict[str, str] = {"point": "planar", "car": "c", "half_cheetah": "c", "ant": "c"}
 
 TOO_LARGE = 1e10  # a coordinate or velocity beyond this has diverged; MuJoCo's own limit
 
@@ -101,36 +88,37 @@ def step(job: Job, state: PhysicsState, ctrl: jax.Array) -> Motion:
 
 
 def check_engine(robot: str, engine: str) -> None:
-    """Raise unless `engine` exists, is installed and can move `robot`."""
+    """Raise unless `engine` exists and can move `robot`."""
     if engine not in ("auto", *ENGINES):
         raise unknown_name("engine", engine, ("auto", *ENGINES))
     if engine == "planar" and robot not in PLANAR:
         raise UserError(f"engine 'planar' knows only the robots {', '.join(PLANAR)}, got {robot!r}")
-    if engine == "euler" and robot != "ant":
-        raise UserError(f"engine 'euler' is for the robot that MuJoCo moves by RK4, ant, got {robot!r}")
-    models.load(robot)
-    if engine == "mjx" and importlib.util.find_spec("mujoco.mjx") is None:
-        raise UserError("engine 'mjx' needs mujoco-mjx: pip install 'safeicrl[mujoco]'")
+    model = models.load(robot)
+    if engine == "euler" and not models.uses_rk4(model):
+        raise UserError(f"engine 'euler' replaces RK4, which MuJoCo does not use for the robot {robot!r}")
 
 
-def resolve_engine(job: Job, worlds: int, platform: str) -> str:
-    """The engine that moves `worlds` worlds of this job on a JAX platform ('cpu', 'gpu', 'tpu')."""
+def resolve_engine(job: Job) -> str:
+    """The engine that moves this job's worlds."""
     if job.engine != "auto":
         return job.engine
-    if platform == "cpu":
-        return AUTO_CPU[job.robot]
-    fitting = {least: engine for engine, least in AUTO[job.robot].items() if worlds >= least}
-    return fitting[max(fitting)] if fitting else "c"
+    return "planar" if job.robot in EXACT else "c"
+
+
+def approximation(job: Job) -> str | None:
+    """How the physics differ from the robot's real ones, for reports; None where they do not."""
+    if job.engine == "euler" or (job.engine == "planar" and job.robot not in EXACT):
+        return f"engine={job.engine} (an approximation of {job.robot.title().replace('_', '')})"
+    return None
 
 
 @functools.cache
 def _batched(job: Job) -> Callable[[PhysicsState, jax.Array], Motion]:
-    """`step` over [worlds, ...]. Nested vmaps are flattened into that one axis before an engine is chosen."""
+    """`step` over [worlds, ...]. Nested vmaps are flattened into that one axis."""
 
     @jax.custom_batching.custom_vmap
     def advance(state: PhysicsState, ctrl: jax.Array) -> Motion:
-        engine = resolve_engine(job, len(ctrl), jax.default_backend())
-        return ENGINES[engine](job, state, ctrl)
+        return ENGINES[resolve_engine(job)](job, state, ctrl)
 
     @advance.def_vmap
     def rule(size: int, is_batched: Any, *arguments: Any) -> tuple[Motion, Any]:
@@ -154,7 +142,7 @@ _seconds = 0.0
 
 
 def failures() -> int:
-    """How many times a world diverged in this process and its episode was ended (engines of MuJoCo)."""
+    """How many times a world diverged in this process and its episode was ended (engines `c` and `euler`)."""
     return _failures
 
 
@@ -241,8 +229,7 @@ class _Worlds:
         self.error = mujoco.batch.SimulationError
         self.qpos, self.qvel, self.ctrl = (self.batch.bind(name) for name in ("qpos", "qvel", "ctrl"))
         self.warmstart = self.batch.bind("qacc_warmstart")
-        rk4 = self.model.opt.integrator == mujoco.mjtIntegrator.mjINT_RK4
-        self.anchor = (self.batch.bind("xpos")[:, 1] if rk4 else self.qpos)[:, :2]
+        self.anchor = (self.batch.bind("xpos")[:, 1] if models.uses_rk4(self.model) else self.qpos)[:, :2]
         self.ends = np.cumsum([self.model.nq, self.model.nv, self.model.nv, 2]).tolist()  # of packed fields
 
     def advance(self, job: Job, packed: np.ndarray) -> np.ndarray:
@@ -287,7 +274,7 @@ def _sound(values: np.ndarray) -> np.ndarray:
     return np.abs(values).max(axis=1) < TOO_LARGE
 
 
-# --------------------------------------------------------------------------------------- engines in JAX
+# --------------------------------------------------------------------------------------------- engine: planar
 
 
 def _diverged(state: PhysicsState) -> jax.Array:
@@ -296,17 +283,16 @@ def _diverged(state: PhysicsState) -> jax.Array:
     return ~(jnp.abs(values) < TOO_LARGE).all(-1)  # NaN compares false
 
 
-def _repeat(
-    job: Job, advance: Callable[[PhysicsState], PhysicsState], state: PhysicsState, ctrl: jax.Array
-) -> Motion:
-    """Run `advance` (one env step of all worlds) `repeats` times and hold the worlds that diverge."""
+def _advance_planar(job: Job, state: PhysicsState, ctrl: jax.Array) -> Motion:
+    """A robot of planar.py; worlds that diverge are held."""
 
     def hold(failed: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
         return jnp.where(failed[:, None], old, new)
 
     def body(carry: tuple[PhysicsState, jax.Array], _: None) -> Any:
         old, failed = carry
-        new = advance(old)
+        qpos, qvel = PLANAR[job.robot](old.qpos, old.qvel, ctrl, job.substeps)
+        new = replace(old, qpos=qpos, qvel=qvel, anchor=qpos[:, :2])
         failed = failed | _diverged(new)
         new = jax.tree.map(functools.partial(hold, failed), old, new)
         return (new, failed), (new, failed)
@@ -317,55 +303,8 @@ def _repeat(
     return Motion(states=states, failed=failed)
 
 
-def _advance_mjx(job: Job, state: PhysicsState, ctrl: jax.Array) -> Motion:
-    """MJX, one world at a time under vmap."""
-    one_world = _mjx_world(job.robot, job.substeps, state.qpos.dtype)
-    motion = _repeat(job, lambda s: jax.vmap(one_world)(s, ctrl), state, ctrl)
-    return replace(motion, failed=_reported(motion.failed))
-
-
-@functools.cache
-def _mjx_world(robot: str, substeps: int, dtype: Any) -> Callable[[PhysicsState, jax.Array], PhysicsState]:
-    """`substeps` of one world; `dtype` only tells the cache which precision is in force."""
-    from mujoco import mjx
-
-    with jax.ensure_compile_time_eval():
-        model = mjx.put_model(models.load(robot))
-        blank = mjx.make_data(model)
-
-    @jax.jit  # so that MJX's many lines of Python are traced once for all batch sizes
-    def one_world(state: PhysicsState, ctrl: jax.Array) -> PhysicsState:
-        data = blank.replace(qpos=state.qpos, qvel=state.qvel, qacc_warmstart=state.warmstart, ctrl=ctrl)
-        data = jax.lax.fori_loop(0, substeps, lambda _, d: mjx.step(model, d), data)
-        return PhysicsState(qpos=data.qpos, qvel=data.qvel, warmstart=data.qacc_warmstart, anchor=data.qpos[:2])
-
-    return one_world
-
-
-def _reported(failed: jax.Array) -> jax.Array:
-    """`failed` [worlds, repeats] by way of the host, a byte a world, so that it is counted there as well."""
-
-    def host(failed: jax.Array) -> np.ndarray:
-        values = np.asarray(failed)
-        _report(values[:, -1])
-        return values
-
-    return jax.pure_callback(host, jax.ShapeDtypeStruct(failed.shape, bool), failed)
-
-
-def _advance_planar(job: Job, state: PhysicsState, ctrl: jax.Array) -> Motion:
-    """A robot of planar.py."""
-
-    def advance(state: PhysicsState) -> PhysicsState:
-        qpos, qvel = PLANAR[job.robot](state.qpos, state.qvel, ctrl, job.substeps)
-        return replace(state, qpos=qpos, qvel=qvel, anchor=qpos[:, :2])
-
-    return _repeat(job, advance, state, ctrl)
-
-
 ENGINES: dict[str, Callable[[Job, PhysicsState, jax.Array], Motion]] = {
     "c": _advance_c,
     "euler": functools.partial(_advance_c, euler=True),
-    "mjx": _advance_mjx,
     "planar": _advance_planar,
 }

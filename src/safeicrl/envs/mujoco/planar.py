@@ -2,7 +2,7 @@
 
 Point's equations are MuJoCo's own, so its worlds can run on an accelerator and nothing changes. Car's are an
 approximation, fitted to MuJoCo's car when it is first asked for: no tilt, no skidding, no chaos of contacts. It is
-there to pretrain in, hundreds of times faster than the real one; policies are evaluated in MuJoCo.
+there to pretrain in and hundreds of times faster than the real one; policies are evaluated in MuJoCo.
 
 Both advance [worlds]: (qpos, qvel, ctrl, substeps) → (qpos, qvel).
 """
@@ -182,3 +182,4 @@ def advance_car(qpos: jax.Array, qvel: jax.Array, ctrl: jax.Array, substeps: int
 
 
 PLANAR: dict[str, Advance] = {"point": advance_point, "car": advance_car}
+EXACT = ("point",)  # the robots of PLANAR whose equations are MuJoCo's own

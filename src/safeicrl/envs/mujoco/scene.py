@@ -19,8 +19,7 @@ REACH = 2.5  # metres drawn on each side of a running robot
 
 def picture(env: Any, task: PyTree, qpos: Any) -> np.ndarray:
     """The robot at `qpos` in its world, rendered, [pixels, pixels, 3] uint8; a `UserError` where none can be."""
-    running = BESIDE if env.robot == "half_cheetah" else OVER
-    view = ABOVE if isinstance(env, SafeDarkMujoco) else running
+    view = ABOVE if isinstance(env, SafeDarkMujoco) else BESIDE if env.upright else OVER
     return render.frame(env.robot, np.asarray(qpos), view, discs(env, task))
 
 
@@ -58,5 +57,5 @@ def drawing(env: Any, task: PyTree, path: Sequence[np.ndarray], pixels: int = 24
 
 
 def place_of(env: Any, qpos: np.ndarray) -> np.ndarray:
-    """(x, y) of the robot; HalfCheetah's second coordinate is its height, and it never leaves y = 0."""
-    return np.array([qpos[0], 0.0 if env.robot == "half_cheetah" else qpos[1]])
+    """(x, y) of the robot; the second coordinate of one that moves in an upright plane is its height."""
+    return np.array([qpos[0], 0.0 if env.upright else qpos[1]])
