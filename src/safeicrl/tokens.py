@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from safeicrl.envs.api import Discrete, EnvSpec, record
+from safeicrl.envs.api import EnvSpec, record
 
 
 @record
@@ -38,12 +38,11 @@ def usable_budget(budget: jax.Array, spec: EnvSpec) -> jax.Array:
 
 def first_token(spec: EnvSpec, observation: jax.Array, budget: jax.Array) -> Token:
     """The first token of a trial, one row."""
-    no_action = jnp.int32(-1) if isinstance(spec.action, Discrete) else jnp.zeros(spec.action.size)
     zero = jnp.float32(0)
     return Token(
         observation=observation,
         previous=observation,
-        action=no_action,
+        action=spec.action.no_action(),
         reward=zero,
         cost=zero,
         ctg=budget,

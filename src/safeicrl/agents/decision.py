@@ -4,7 +4,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from safeicrl.envs.api import Box, Discrete, Grid, Key, PyTree, record, replace
+from safeicrl.envs.api import Key, PyTree, record, replace
+from safeicrl.envs.spaces import Box
 from safeicrl.errors import UserError
 from safeicrl.nets.decision_transformer import DecisionNet, Scales, Steps
 from safeicrl.nets.heads import Categorical
@@ -36,12 +37,9 @@ class DecisionAgent(eqx.Module):
     def init(self, tasks: PyTree, rows: int) -> Memory:
         """An empty window."""
         spec, shape = self.net.spec, (rows, self.net.config.context)
-        seen = (len(spec.observation.sizes), jnp.int32) if isinstance(spec.observation, Grid) else None
-        size, dtype = seen or (spec.observation.size, jnp.float32)  # type: ignore[union-attr]
-        acted = () if isinstance(spec.action, Discrete) else (spec.action.size,)
         steps = Steps(
-            observation=jnp.zeros((*shape, size), dtype),
-            action=jnp.zeros((*shape, *acted), jnp.float32 if acted else jnp.int32),
+            observation=spec.observation.zeros(shape),
+            action=spec.action.zeros(shape),
             reward=jnp.zeros(shape),
             cost=jnp.zeros(shape),
             rtg=jnp.zeros(shape),

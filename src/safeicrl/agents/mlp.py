@@ -11,7 +11,6 @@ from safeicrl.nets.feedforward import (
     distribution,
     encode,
     first_normaliser,
-    input_size,
 )
 from safeicrl.tokens import Token
 
@@ -30,7 +29,7 @@ class MlpAgent(eqx.Module):
         """An agent of this form, its arrays to be filled in."""
         outputs, log_std = action_outputs(spec)
         return cls(
-            net=FeedForward(input_size(spec), hidden, outputs, jax.random.key(0)),
+            net=FeedForward(spec.observation.encoded_size, hidden, outputs, jax.random.key(0)),
             log_std=log_std,
             normaliser=first_normaliser(spec),
             spec=spec,

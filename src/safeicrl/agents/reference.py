@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from safeicrl.envs.api import Box, Discrete, Key, PyTree, centre_and_half, record, replace
+from safeicrl.envs.api import Key, PyTree, record, replace
 from safeicrl.envs.dark_room import MOVES, Room, SafeDarkRoom
+from safeicrl.envs.spaces import Box, Discrete
 from safeicrl.tokens import Token, usable_budget
 
 INF = np.float32(np.inf)
@@ -38,11 +39,7 @@ class RandomAgent(eqx.Module):
 
     def act(self, memory: None, token: Token, key: Key) -> tuple[None, jax.Array, PyTree]:
         """A uniform action for each row."""
-        rows = token.reward.shape
-        if isinstance(self.action, Discrete):
-            return None, jax.random.randint(key, rows, 0, self.action.n), None
-        centre, half = centre_and_half(self.action)
-        return None, centre + half * jax.random.uniform(key, (*rows, self.action.size), minval=-1.0), None
+        return None, self.action.sample(key, token.reward.shape), None
 
 
 @record

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar, dataclass_transform
 
 import jax
-import numpy as np
 
+from safeicrl.envs.spaces import Box, Discrete, Grid
 from safeicrl.errors import UserError
 
 Key = jax.Array
@@ -34,29 +34,6 @@ def record(cls: type[T]) -> type[T]:
 
 
 replace = dataclasses.replace
-
-
-@dataclass(frozen=True)
-class Discrete:
-    """One of `n` actions, 0 … n−1."""
-
-    n: int
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A vector of integers, component i in 0 … sizes[i]−1: a cell of a grid."""
-
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Box:
-    """A real vector; `low` and `high` bound every component (infinite when unbounded; actions never are)."""
-
-    size: int
-    low: float = -np.inf
-    high: float = np.inf
 
 
 @dataclass(frozen=True)
@@ -112,13 +89,6 @@ class Env(Protocol):
     def task_features(self, task: PyTree) -> jax.Array:
         """The hidden task as a vector. Only privileged critics and reference agents may look at it."""
         ...
-
-
-def centre_and_half(action: Box) -> tuple[float, float]:
-    """Middle and half width of a bounded space of actions: centre + half · u is in it for u in [−1, 1]."""
-    if not (np.isfinite(action.low) and np.isfinite(action.high) and action.low < action.high):
-        raise UserError(f"actions must have finite bounds, low < high, got {action}")
-    return (action.low + action.high) / 2, (action.high - action.low) / 2
 
 
 def check_split(split: str) -> Split:

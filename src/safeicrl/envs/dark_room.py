@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from safeicrl.envs import spawn
-from safeicrl.envs.api import Discrete, EnvSpec, Grid, Key, Split, Step, check_split, record
+from safeicrl.envs.api import EnvSpec, Key, Split, Step, check_split, record
+from safeicrl.envs.spaces import Discrete, Grid
 from safeicrl.errors import UserError, check_integer, check_number, check_range
 
 ACTIONS = ("stay", "up", "down", "left", "right")

@@ -22,13 +22,14 @@ import numpy as np
 from gymnasium import spaces
 
 from safeicrl.envs import draw
-from safeicrl.envs.api import Box, Discrete, Env, Grid, PyTree, check_split
+from safeicrl.envs.api import Env, PyTree, check_split
 from safeicrl.envs.dark_mujoco import Arena, SafeDarkMujoco
 from safeicrl.envs.dark_room import Room, RoomState, SafeDarkRoom
 from safeicrl.envs.mujoco import scene
 from safeicrl.envs.mujoco.physics import RobotState
 from safeicrl.envs.registry import WORLDS, make_env, name_of, parameters_of
 from safeicrl.envs.safe_velocity import SafeVelocity, SpeedLimit
+from safeicrl.envs.spaces import Box, Discrete, Grid
 from safeicrl.errors import UserError, unknown_name
 
 
@@ -224,7 +225,7 @@ class GymEnv(gymnasium.Env):
         """One step: observation, reward, terminated, truncated, info with the step's cost."""
         if self._over:
             raise UserError("the episode is over; call reset() before step()")
-        action = self._check_action(action)
+        action = self.env.spec.action.check_action(action, self.face.dtype)
         now = np.uint32(len(self._path))
         with self._precision():
             self._state, seen, outcome = self._compiled.step(self._key, now, self._state, action, self.task)
@@ -248,19 +249,6 @@ class GymEnv(gymnasium.Env):
 
     def _to_gym(self, observation: Any) -> np.ndarray:
         return np.array(observation, self.observation_space.dtype)  # a copy: callers keep what they are given
-
-    def _check_action(self, action: Any) -> np.ndarray:
-        space = self.env.spec.action
-        value = np.asarray(action)
-        if isinstance(space, Discrete):
-            if value.shape != () or value.dtype.kind not in "iu" or not 0 <= value < space.n:
-                raise UserError(f"action must be an integer from 0 to {space.n - 1}, got {action!r}")
-            return value.astype(np.int32)
-        if value.shape != (space.size,) or value.dtype.kind not in "iuf":
-            raise UserError(f"action must be {space.size} real numbers, got {action!r}")
-        if not np.all((value >= space.low) & (value <= space.high)):  # false for NaN as well
-            raise UserError(f"every component of an action must lie in [{space.low}, {space.high}], got {action!r}")
-        return value.astype(self.face.dtype)
 
 
 class _Compiled(NamedTuple):
@@ -298,6 +286,7 @@ def _cpu() -> jax.Device:
 
 
 def _space(space: Grid | Box | Discrete, dtype: type) -> spaces.Space:
+    """Gymnasium's space for one of ours."""
     if isinstance(space, Discrete):
         return spaces.Discrete(space.n)
     if isinstance(space, Grid):

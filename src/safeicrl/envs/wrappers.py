@@ -6,8 +6,9 @@ from functools import cached_property
 import jax
 import jax.numpy as jnp
 
-from safeicrl.envs.api import Box, Env, EnvSpec, Key, PyTree, Split, Step, check_split
+from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, Split, Step, check_split
 from safeicrl.envs.registry import make_env, parse_parameters
+from safeicrl.envs.spaces import Box
 from safeicrl.errors import UserError, check_integer, check_number
 
 
@@ -115,7 +116,6 @@ class Revealed(Wrapped):
     def spec(self) -> EnvSpec:
         """The environment's own, with longer observations."""
         own = self.inner.spec
-        assert isinstance(own.observation, Box)
         return replace(own, observation=Box(own.observation.size + own.task_features))  # tasks have no bounds
 
     def reset(self, key: Key, task: PyTree) -> tuple[PyTree, jax.Array]:

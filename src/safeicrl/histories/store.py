@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from safeicrl.envs.registry import env_from_plain
-from safeicrl.envs.api import Discrete, Env, EnvSpec, Grid
+from safeicrl.envs.api import Env, EnvSpec
 from safeicrl.envs.registry import name_of
 from safeicrl.errors import UserError, check_integer
 from safeicrl.files import plain, read_json, write_json
@@ -262,9 +262,9 @@ def _check_same(folder: Path, meta: dict[str, Any], request: dict[str, Any]) -> 
 def _type_of(name: str, values: np.ndarray, spec: EnvSpec) -> np.dtype:
     """One byte where that loses nothing."""
     if name in ("observation", "final"):
-        small = isinstance(spec.observation, Grid) and max(spec.observation.sizes) <= 256
+        small = spec.observation.fits_byte
     elif name == "action":
-        small = isinstance(spec.action, Discrete) and spec.action.n <= 256
+        small = spec.action.fits_byte
     else:
         small = name == "done" or _whole(values)
     whole = name in ("observation", "final", "action") and np.issubdtype(values.dtype, np.integer)

@@ -13,9 +13,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from safeicrl.envs.api import Box, Discrete, EnvSpec, Grid, Key, record
+from safeicrl.envs.api import EnvSpec, Key, record
+from safeicrl.envs.spaces import Box, Grid
 from safeicrl.errors import UserError, check_integer, check_number
-from safeicrl.nets.layers import MLP, LayerNorm, Linear, one_hot_cell
+from safeicrl.nets.layers import MLP, LayerNorm, Linear
 
 RAMPS = 6  # of a number to go, each half as wide as the one before: small budgets are told apart as well as large
 
@@ -80,7 +81,7 @@ class Scales:
 
 def unit_scales(spec: EnvSpec) -> Scales:
     """Scales that change nothing: the form that loaded ones are read into."""
-    size = spec.observation.size if isinstance(spec.observation, Box) else len(spec.observation.sizes)
+    size = spec.observation.size
     span = jnp.array([0.0, 1.0])
     return Scales(mean=jnp.zeros(size), deviation=jnp.ones(size), step=jnp.ones(2), returns=span, costs=span)
 
@@ -100,10 +101,8 @@ class Encoder(eqx.Module):
     def __init__(self, config: DecisionConfig, spec: EnvSpec, key: Key):
         keys = iter(jax.random.split(key, 10))
         size, self.spec = config.embedding, spec
-        seen = spec.observation.size if isinstance(spec.observation, Box) else sum(spec.observation.sizes)
-        acted = spec.action.n if isinstance(spec.action, Discrete) else spec.action.size
-        self.observation = Linear(seen, size, next(keys))
-        self.action = Linear(acted, size, next(keys))
+        self.observation = Linear(spec.observation.encoded_size, size, next(keys))
+        self.action = Linear(spec.action.encoded_size, size, next(keys))
         self.outcome = Linear(2, size, next(keys))
         self.rtg, self.ctg = (Linear(RAMPS, size, next(keys)) for _ in range(2))
         self.time = Linear(spec.max_steps, size, next(keys), bias=False)
@@ -112,8 +111,7 @@ class Encoder(eqx.Module):
 
     def __call__(self, steps: Steps, scales: Scales, dtype: jnp.dtype) -> jax.Array:
         """[row, token, width]; a step's four tokens lie one after another."""
-        act = steps.action
-        act = jax.nn.one_hot(act, self.spec.action.n) if isinstance(self.spec.action, Discrete) else act
+        act = self.spec.action.encode(steps.action)
         outcome = jnp.stack([steps.reward, steps.cost], -1).astype(jnp.float32) / scales.step
         seen = self.observation(_scaled(steps.observation, self.spec.observation, scales).astype(dtype))
         done, came = self.action(act.astype(dtype)), self.outcome(outcome.astype(dtype))
@@ -133,7 +131,7 @@ class Encoder(eqx.Module):
 def _scaled(observation: jax.Array, space: Grid | Box, scales: Scales) -> jax.Array:
     if isinstance(space, Box):
         return jnp.clip((observation - scales.mean) / scales.deviation, -10, 10)
-    return one_hot_cell(observation, space.sizes)
+    return space.encode(observation)
 
 
 def _ramps(value: jax.Array, greatest: jax.Array) -> jax.Array:
@@ -208,11 +206,10 @@ class DecisionNet(eqx.Module):
 
     def __init__(self, config: DecisionConfig, spec: EnvSpec, key: Key):
         encoder, layers, head = jax.random.split(key, 3)
-        outputs = spec.action.n if isinstance(spec.action, Discrete) else spec.action.size
         self.encoder = Encoder(config, spec, encoder)
         self.norm_in, self.norm_out = LayerNorm(config.width), LayerNorm(config.width)
         self.layers = eqx.filter_vmap(lambda k: Layer(config, k))(jax.random.split(layers, config.layers))
-        self.head = Linear(config.width, outputs, head, scale=0.1)
+        self.head = Linear(config.width, spec.action.encoded_size, head, scale=0.1)
         self.config, self.spec = config, spec
 
     def __call__(self, steps: Steps, scales: Scales, key: Key | None = None) -> jax.Array:

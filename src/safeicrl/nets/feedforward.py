@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from safeicrl.envs.api import Box, Discrete, EnvSpec, Grid, Key, record
+from safeicrl.envs.api import EnvSpec, Key, record
+from safeicrl.envs.spaces import Box, Discrete
 from safeicrl.nets.heads import LOG_STD, Categorical, Distribution, TanhNormal
-from safeicrl.nets.layers import one_hot_cell
 
 
 class FeedForward(eqx.Module):
@@ -69,17 +69,10 @@ class Normaliser:
         return Normaliser(count=count, mean=mean, variance=squares / count)
 
 
-def input_size(spec: EnvSpec) -> int:
-    """Length of what a network is given."""
-    return sum(spec.observation.sizes) if isinstance(spec.observation, Grid) else spec.observation.size
-
-
 def encode(observation: jax.Array, spec: EnvSpec, normaliser: Normaliser | None) -> jax.Array:
     """What a network is given: each coordinate of a cell as one-hot, or the normalised vector."""
-    if isinstance(spec.observation, Grid):
-        return one_hot_cell(observation, spec.observation.sizes)
-    assert normaliser is not None
-    return normaliser(observation)
+    encoded = spec.observation.encode(observation)
+    return encoded if normaliser is None else normaliser(encoded)
 
 
 def distribution(out: jax.Array, log_std: jax.Array | None) -> Distribution:
@@ -91,9 +84,8 @@ def distribution(out: jax.Array, log_std: jax.Array | None) -> Distribution:
 
 def action_outputs(spec: EnvSpec) -> tuple[int, jax.Array | None]:
     """Length of the actor's output, and an array like log σ where there is one."""
-    if isinstance(spec.action, Discrete):
-        return spec.action.n, None
-    return spec.action.size, jnp.zeros(spec.action.size)
+    log_std = None if isinstance(spec.action, Discrete) else spec.action.zeros(())
+    return spec.action.encoded_size, log_std
 
 
 def first_normaliser(spec: EnvSpec) -> Normaliser | None:

@@ -6,7 +6,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from safeicrl.envs.api import Discrete, EnvSpec, Key, centre_and_half, record, replace
+from safeicrl.envs.api import EnvSpec, Key, record, replace
+from safeicrl.envs.spaces import Discrete
 from safeicrl.nets.layers import MLP, Linear
 from safeicrl.nets.transformer import NetConfig, Transformer
 
@@ -174,7 +175,7 @@ class PolicyNet(eqx.Module):
             outputs = spec.action.n
         else:
             outputs = (config.levels or 2) * spec.action.size
-            centre_and_half(spec.action)  # refuses an unbounded range before anything is compiled
+            spec.action.centre_and_half()  # refuses an unbounded range before anything is compiled
         self.trunk = Transformer(config, spec, trunk)
         # A small last layer: the first policy is nearly uniform whatever the history.
         self.actor = MLP(config.width, config.width, outputs, actor, scale=0.01)
@@ -189,7 +190,7 @@ class PolicyNet(eqx.Module):
             return Levels(choice=Categorical(logits=logits), low=space.low, high=space.high)
         mean, spread = jnp.split(out, 2, -1)
         low, high = LOG_STD
-        centre, half = centre_and_half(space)
+        centre, half = space.centre_and_half()
         log_std = low + (high - low) * jax.nn.sigmoid(spread + 1.0)
         return TanhNormal(mean=mean, log_std=log_std, centre=centre, half=half)
 

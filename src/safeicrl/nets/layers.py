@@ -73,8 +73,3 @@ def in_new_units(layer: Linear, factor: jax.Array) -> Linear:
     return eqx.tree_at(
         lambda x: (x.weight, x.bias), layer, (layer.weight * factor, bias), is_leaf=lambda x: x is None
     )
-
-
-def one_hot_cell(cell: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-    """A cell of a grid as a vector, each of its coordinates one-hot; [..., coordinate] → [..., sum of sizes]."""
-    return jnp.concatenate([jax.nn.one_hot(cell[..., i], n) for i, n in enumerate(sizes)], -1)

@@ -12,10 +12,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from safeicrl.envs.api import Box, Discrete, EnvSpec, Grid, Key, centre_and_half, record
+from safeicrl.envs.api import EnvSpec, Key, record
 from safeicrl.errors import UserError, check_integer
 from safeicrl.nets.attention import attend, attend_step
-from safeicrl.nets.layers import MLP, LayerNorm, Linear, one_hot_cell
+from safeicrl.nets.layers import MLP, LayerNorm, Linear
 from safeicrl.tokens import Token
 
 CTG_SCALES = 6  # ramps of the remaining budget, each half as wide as the one before
@@ -65,12 +65,8 @@ def featurise(token: Token, spec: EnvSpec) -> jax.Array:
     scale = max(spec.train_budget[1], 1.0)
     ramps = scale * 0.5 ** jnp.arange(CTG_SCALES)
     waves = jnp.pi * 2.0 ** jnp.arange(TIME_WAVES) * (token.time[..., None] / spec.max_steps)
-    action = token.action
-    if isinstance(spec.action, Discrete):
-        action = jax.nn.one_hot(action, spec.action.n)  # −1, no action yet, is all zeros
-    else:  # zeros again at a trial's first token, wherever the middle of the range is
-        centre, half = centre_and_half(spec.action)
-        action = jnp.where(token.first[..., None], 0.0, (action - centre) / half)
+    # No action yet is all zeros, wherever the middle of an action's range is.
+    action = jnp.where(token.first[..., None], 0.0, spec.action.encode_scaled(token.action))
     numbers = [
         token.reward,
         token.cost,
@@ -80,8 +76,8 @@ def featurise(token: Token, spec: EnvSpec) -> jax.Array:
     ]
     return jnp.concatenate(
         [
-            _observation(token.observation, spec.observation),
-            _observation(token.previous, spec.observation),
+            spec.observation.encode(token.observation),
+            spec.observation.encode(token.previous),
             action,
             jnp.clip(token.ctg[..., None] / ramps, -1, 1),
             jnp.sin(waves),
@@ -92,17 +88,9 @@ def featurise(token: Token, spec: EnvSpec) -> jax.Array:
     )
 
 
-def _observation(observation: jax.Array, space: Grid | Box) -> jax.Array:
-    if isinstance(space, Box):
-        return observation.astype(jnp.float32)
-    return one_hot_cell(observation, space.sizes)
-
-
 def feature_size(spec: EnvSpec) -> int:
     """Length of `featurise`'s vector."""
-    observation = spec.observation.size if isinstance(spec.observation, Box) else sum(spec.observation.sizes)
-    action = spec.action.n if isinstance(spec.action, Discrete) else spec.action.size
-    return 2 * observation + action + CTG_SCALES + 2 * TIME_WAVES + 5
+    return 2 * spec.observation.encoded_size + spec.action.encoded_size + CTG_SCALES + 2 * TIME_WAVES + 5
 
 
 class Block(eqx.Module):

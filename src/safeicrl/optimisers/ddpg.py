@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import optax
 
 from safeicrl.agents.in_context import InContextAgent
-from safeicrl.envs.api import Box, Discrete, Env, EnvSpec, Key, PyTree, centre_and_half, record, replace
+from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, record, replace
+from safeicrl.envs.spaces import Box, Discrete
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.heads import Categorical, Distribution, PolicyNet
 from safeicrl.nets.layers import MLP, Linear, in_new_units
@@ -101,11 +102,10 @@ class Critics(eqx.Module):
     def taken(self, features: jax.Array, seen: "Seen", action: jax.Array) -> jax.Array:
         """Q of the action taken, [member, row, time]."""
         if isinstance(self.action, Box):
-            centre, half = centre_and_half(self.action)
             # float32 whatever the features are: the actor climbs Q's slope in the action, which rounding would blur
-            inputs = jnp.concatenate([features, (action.astype(jnp.float32) - centre) / half], -1)
+            inputs = jnp.concatenate([features, self.action.encode_scaled(action)], -1)
             return self._read(inputs, seen)[..., 0]
-        return (self._read(features, seen) * jax.nn.one_hot(action, self.action.n)).sum(-1)
+        return (self._read(features, seen) * self.action.encode(action)).sum(-1)
 
     def expected(self, features: jax.Array, seen: "Seen", policy: Distribution, key: Key) -> jax.Array:
         """E_{a∼π} Q(·, a), [member, row, time]; exact for discrete actions, one differentiable sample otherwise."""

@@ -18,7 +18,8 @@ import optax
 
 from safeicrl.agents.mlp import MlpAgent
 from safeicrl.budgets import is_over
-from safeicrl.envs.api import Env, Grid, Key, PyTree, record, replace
+from safeicrl.envs.api import Env, Key, PyTree, record, replace
+from safeicrl.envs.spaces import Grid
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.feedforward import (
     FeedForward,
@@ -28,7 +29,6 @@ from safeicrl.nets.feedforward import (
     encode,
     evaluate_all,
     first_normaliser,
-    input_size,
 )
 from safeicrl.nets.heads import Distribution
 from safeicrl.returns import linear_recurrence
@@ -157,13 +157,13 @@ class Learner:
         self.cells: np.ndarray | None = None  # [cell, coordinate], of a grid that is evaluated whole
         grid = self.spec.observation
         if isinstance(grid, Grid) and np.prod(grid.sizes) <= TABLE:
-            self.cells = np.indices(grid.sizes).reshape(len(grid.sizes), -1).T
+            self.cells = grid.cells()
 
     def init(self, key: Key, task: PyTree) -> LearnerState:
         """Fresh networks, and the first episodes' starts."""
         config, (net_key, reset_key, key) = self.config, jax.random.split(key, 3)
         outputs, log_std = action_outputs(self.spec)
-        make = lambda k: FeedForward(input_size(self.spec), config.hidden, outputs, k)  # noqa: E731
+        make = lambda k: FeedForward(self.spec.observation.encoded_size, config.hidden, outputs, k)  # noqa: E731
         params = Params(
             nets=eqx.filter_vmap(make)(jax.random.split(net_key, 3)),
             log_std=None if log_std is None else jnp.full_like(log_std, config.log_std),
@@ -260,11 +260,9 @@ class Learner:
         return jax.lax.scan(step, state.worlds, jax.random.split(key, (self.config.steps, 3)))
 
     def cell(self, observation: jax.Array) -> jax.Array:
-        """The flat number of a cell."""
+        """The number of a cell, its place in `cells`."""
         assert isinstance(self.spec.observation, Grid)
-        sizes = self.spec.observation.sizes
-        strides = np.cumprod((1, *sizes[:0:-1]))[::-1]
-        return (observation * jnp.asarray(strides, jnp.int32)).sum(-1)
+        return self.spec.observation.flat(observation)
 
     def prepare(self, state: LearnerState, played: Rollout, price: jax.Array) -> tuple[Batch, jax.Array]:
         """Advantages at λ = `price` and targets of every step, and the critics' new scale."""
