@@ -4,7 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from safeicrl.envs.api import Key, PyTree, centre_and_half
+from safeicrl.envs.api import Key, PyTree
 from safeicrl.nets.guard import Verdict, tolerated
 from safeicrl.nets.heads import Categorical, Distribution, Levels, PolicyNet, TanhNormal
 from safeicrl.nets.transformer import Cache
@@ -45,8 +45,7 @@ class InContextAgent(eqx.Module):
             return memory, action, {"log_prob": policy.log_prob(action)}
         if isinstance(policy, TanhNormal):
             candidates = self._candidates(policy, key)  # [row, candidate, action]
-            centre, half = centre_and_half(self.net.trunk.spec.action)  # type: ignore[arg-type]
-            risks = guard.rate(features, (candidates - centre) / half, token.ctg)
+            risks = guard.rate(features, self.net.trunk.spec.action.encode_scaled(candidates), token.ctg)
             return memory, *self._least_risky(policy, candidates, risks, risk)
         return memory, *self._allowed(policy, guard.judge(features, token.ctg, risk), key)
 

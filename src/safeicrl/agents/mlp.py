@@ -11,13 +11,12 @@ from safeicrl.nets.feedforward import (
     distribution,
     encode,
     first_normaliser,
-    input_size,
 )
 from safeicrl.tokens import Token
 
 
 class MlpAgent(eqx.Module):
-    """Acts by the actor network on the observation alone, whatever the budget."""
+    """Acts by the actor network on the observation alone; it does not see the budget."""
 
     net: FeedForward
     log_std: jax.Array | None  # [action], of continuous actions
@@ -27,10 +26,10 @@ class MlpAgent(eqx.Module):
 
     @classmethod
     def build(cls, spec: EnvSpec, hidden: tuple[int, ...]) -> "MlpAgent":
-        """An agent of this form, its arrays to be filled in."""
+        """An agent of this form; its arrays are filled in later."""
         outputs, log_std = action_outputs(spec)
         return cls(
-            net=FeedForward(input_size(spec), hidden, outputs, jax.random.key(0)),
+            net=FeedForward(spec.observation.encoded_size, hidden, outputs, jax.random.key(0)),
             log_std=log_std,
             normaliser=first_normaliser(spec),
             spec=spec,

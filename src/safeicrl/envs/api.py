@@ -5,18 +5,19 @@
     state, step       = env.step(key, state, action, task)
 
 The task is an argument of `reset` and `step`, and `reset` never resamples it: an agent can only learn in
-context when the task stays the same across episodes. Nothing here batches; `jax.vmap` does. Nothing resets
-by itself either: `step.observation` is the true final observation of a finished episode, and whoever runs
-the episodes (trial.py, gym.py) calls `reset`.
+context when the task stays the same across episodes. Environments handle one episode: `jax.vmap` makes batches
+of them. They do not reset themselves either: when an episode ends, `step.observation` is its true final
+observation, and the caller (trial.py, gym.py) calls `reset`.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar, dataclass_transform
 
 import jax
-import numpy as np
 
+from safeicrl.envs.spaces import Box, Discrete, Grid
 from safeicrl.errors import UserError
 
 Key = jax.Array
@@ -37,29 +38,6 @@ replace = dataclasses.replace
 
 
 @dataclass(frozen=True)
-class Discrete:
-    """One of `n` actions, 0 … n−1."""
-
-    n: int
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A vector of integers, component i in 0 … sizes[i]−1: a cell of a grid."""
-
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Box:
-    """A real vector; `low` and `high` bound every component (infinite when unbounded; actions never are)."""
-
-    size: int
-    low: float = -np.inf
-    high: float = np.inf
-
-
-@dataclass(frozen=True)
 class EnvSpec:
     """What an agent, a trainer and an evaluator must know about an environment before running it."""
 
@@ -71,7 +49,7 @@ class EnvSpec:
     test_budget: tuple[float, float]  # range of δ in the paper's evaluation
     cost_unit: float  # every step cost is a multiple of it; 0 when costs are real-valued
     task_features: int  # length of `Env.task_features(task)`
-    max_cost: float = np.inf  # largest cost of one step; a guard needs one that is finite
+    max_cost: float = math.inf  # largest cost of one step; a guard needs one that is finite
 
     @property
     def trial_steps(self) -> int:
@@ -83,11 +61,11 @@ class EnvSpec:
 class Step:
     """What one environment step returns; batched by vmap."""
 
-    observation: jax.Array  # [obs]; of a finished episode: its final observation
+    observation: jax.Array  # [obs]; when the episode ends: its final observation
     reward: jax.Array  # []
     cost: jax.Array  # []
     terminated: jax.Array  # [] bool: the task ended the episode
-    truncated: jax.Array  # [] bool: the time limit did, and the task did not
+    truncated: jax.Array  # [] bool: the time limit ended it, and the task did not
 
 
 class Env(Protocol):
@@ -113,13 +91,6 @@ class Env(Protocol):
     def task_features(self, task: PyTree) -> jax.Array:
         """The hidden task as a vector. Only privileged critics and reference agents may look at it."""
         ...
-
-
-def centre_and_half(action: Box) -> tuple[float, float]:
-    """Middle and half width of a bounded space of actions: centre + half · u is in it for u in [−1, 1]."""
-    if not (np.isfinite(action.low) and np.isfinite(action.high) and action.low < action.high):
-        raise UserError(f"actions must have finite bounds, low < high, got {action}")
-    return (action.low + action.high) / 2, (action.high - action.low) / 2
 
 
 def check_split(split: str) -> Split:

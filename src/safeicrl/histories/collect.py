@@ -18,8 +18,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from safeicrl.envs.api import Discrete, Env, Grid, PyTree, Split, check_split
+from safeicrl.envs.api import Env, PyTree, Split, check_split
 from safeicrl.envs.registry import env_to_plain
+from safeicrl.envs.spaces import Grid
 from safeicrl.errors import UserError, check_budget, check_integer
 from safeicrl.histories.store import STEPWISE, TRUNCATED, Histories, HistoryWriter, open_histories
 from safeicrl.log import Terminal
@@ -159,12 +160,9 @@ class Program:
     def _compact(self, played: Rollout) -> dict[str, jax.Array]:
         """What a history keeps, cells and discrete actions in one byte where they fit."""
         spec = self.env.spec
-        small = lambda x, n: x.astype(jnp.uint8) if n <= 256 else x  # noqa: E731
-        seen, last, action = played.observation, played.final_observation, played.action
-        if isinstance(spec.observation, Grid):
-            seen, last = (small(x, max(spec.observation.sizes)) for x in (seen, last))
-        if isinstance(spec.action, Discrete):
-            action = small(action, spec.action.n)
+        small = lambda x, space: x.astype(jnp.uint8) if space.fits_byte else x  # noqa: E731
+        seen, last = (small(x, spec.observation) for x in (played.observation, played.final_observation))
+        action = small(played.action, spec.action)
         done = played.terminated.astype(jnp.uint8) + TRUNCATED * played.truncated.astype(jnp.uint8)
         return {
             "observation": seen, "action": action, "reward": played.reward, "cost": played.cost,

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from safeicrl.envs.api import Discrete, Env, EnvSpec, Grid
+from safeicrl.envs.api import Env, EnvSpec
 from safeicrl.envs.registry import env_from_plain, name_of
 from safeicrl.errors import UserError
 from safeicrl.files import plain, read_json, write_json
@@ -259,9 +259,9 @@ def _check_same(folder: Path, meta: dict[str, Any], request: dict[str, Any]) -> 
 def _type_of(name: str, values: np.ndarray, spec: EnvSpec) -> np.dtype:
     """One byte where that loses nothing."""
     if name in ("observation", "final"):
-        small = isinstance(spec.observation, Grid) and max(spec.observation.sizes) <= 256
+        small = spec.observation.fits_byte
     elif name == "action":
-        small = isinstance(spec.action, Discrete) and spec.action.n <= 256
+        small = spec.action.fits_byte
     else:
         small = name == "done" or _whole(values)
     whole = name in ("observation", "final", "action") and np.issubdtype(values.dtype, np.integer)

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from safeicrl.envs.api import Discrete, EnvSpec, Key, centre_and_half, record, replace
+from safeicrl.envs.api import EnvSpec, Key, record, replace
+from safeicrl.envs.spaces import Discrete
 from safeicrl.nets.guard import Guard
 from safeicrl.nets.layers import MLP, Linear
 from safeicrl.nets.transformer import NetConfig, Transformer
@@ -71,7 +72,7 @@ class Categorical:
 class TanhNormal:
     """tanh of a diagonal Gaussian, moved from (−1, 1) to the environment's own range of actions.
 
-    What others see of an action (the environment, tokens, critics, log-densities) is in the environment's units.
+    Everybody else (the environment, tokens, critics, log-densities) sees actions in the environment's units.
     """
 
     mean: jax.Array  # [..., action]
@@ -124,8 +125,8 @@ class TanhNormal:
 class Levels:
     """Real-valued actions, each number one of n evenly spaced levels, independently.
 
-    For actuators that saturate: a tanh-normal that has learned to push aims far beyond the limit, where all its
-    actions do the same, and never tries to coast again. Here to coast is a level, as near as any other.
+    For actuators that saturate. A tanh-normal that has learned to push aims far beyond the limit, where all its
+    actions do the same, and it never tries to coast again. Here coasting is a level like any other.
     """
 
     choice: Categorical  # [..., action] of n levels
@@ -237,7 +238,7 @@ class PolicyNet(eqx.Module):
             outputs = spec.action.n
         else:
             outputs = (config.levels or 2) * spec.action.size
-            centre_and_half(spec.action)  # refuses an unbounded range before anything is compiled
+            spec.action.centre_and_half()  # refuses an unbounded range before anything is compiled
         self.trunk = Transformer(config, spec, trunk)
         # A small last layer: the first policy is nearly uniform whatever the history.
         self.actor = MLP(config.width, config.width, outputs, actor, scale=0.01)
@@ -258,7 +259,7 @@ class PolicyNet(eqx.Module):
             return Levels(choice=Categorical(logits=logits), low=space.low, high=space.high)
         mean, spread = jnp.split(out, 2, -1)
         low, high = LOG_STD
-        centre, half = centre_and_half(space)
+        centre, half = space.centre_and_half()
         log_std = low + (high - low) * jax.nn.sigmoid(spread + 1.0)
         return TanhNormal(mean=mean, log_std=log_std, centre=centre, half=half)
 

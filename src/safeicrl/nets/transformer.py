@@ -1,8 +1,8 @@
 """The trajectory encoder: a causal transformer over the tokens of a trial.
 
-`forward` reads whole rows for learning, `step` reads one token a row with a KV cache for acting; both give the
-same features (tests/test_transformer.py). Positions are part of the token (time in the episode, index of the
-episode), not of the cache slot, so slots can be reused in a ring and rows can stand at different timesteps.
+`forward` reads whole rows, for learning. `step` reads one token per row with a KV cache, for acting. Both give the
+same features (tests/test_transformer.py). The position (time in the episode, index of the episode) is part of the
+token, not of the cache slot, so slots can be reused in a ring and rows can be at different timesteps.
 """
 
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from safeicrl.envs.api import Box, Discrete, EnvSpec, Grid, Key, centre_and_half, record
+from safeicrl.envs.api import EnvSpec, Key, record
 from safeicrl.errors import UserError, check_integer
 from safeicrl.nets.attention import attend, attend_step
-from safeicrl.nets.layers import MLP, LayerNorm, Linear, one_hot_cell
+from safeicrl.nets.layers import MLP, LayerNorm, Linear
 from safeicrl.tokens import Token
 
 CTG_SCALES = 6  # ramps of the remaining budget, each half as wide as the one before
@@ -30,7 +30,7 @@ class NetConfig:
     layers: int = 4  # blocks of attention and MLP
     heads: int = 8  # of attention; width must be a multiple
     context: int = 1500  # newest tokens that a token sees, in learning and in acting; older ones are forgotten
-    levels: int = 0  # of a real-valued action, see heads.Levels; 0: a tanh-normal instead
+    levels: int = 0  # of each number of a real-valued action, see heads.Levels; 0: a tanh-normal instead
     guard: int = 0  # steps that the guard looks ahead (guard.py); 0: no guard
     saturate: int | None = None  # episode from which on the index of the episode no longer grows; None: never
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on a GPU, float32 elsewhere
@@ -74,12 +74,8 @@ def featurise(token: Token, spec: EnvSpec, saturate: int | None = None) -> jax.A
     scale = max(spec.train_budget[1], 1.0)
     ramps = scale * 0.5 ** jnp.arange(CTG_SCALES)
     waves = jnp.pi * 2.0 ** jnp.arange(TIME_WAVES) * (token.time[..., None] / spec.max_steps)
-    action = token.action
-    if isinstance(spec.action, Discrete):
-        action = jax.nn.one_hot(action, spec.action.n)  # −1, no action yet, is all zeros
-    else:  # zeros again at a trial's first token, wherever the middle of the range is
-        centre, half = centre_and_half(spec.action)
-        action = jnp.where(token.first[..., None], 0.0, (action - centre) / half)
+    # No action yet is all zeros, wherever the middle of an action's range is.
+    action = jnp.where(token.first[..., None], 0.0, spec.action.encode_scaled(token.action))
     numbers = [
         token.reward,
         token.cost,
@@ -89,8 +85,8 @@ def featurise(token: Token, spec: EnvSpec, saturate: int | None = None) -> jax.A
     ]
     return jnp.concatenate(
         [
-            _observation(token.observation, spec.observation),
-            _observation(token.previous, spec.observation),
+            spec.observation.encode(token.observation),
+            spec.observation.encode(token.previous),
             action,
             jnp.clip(token.ctg[..., None] / ramps, -1, 1),
             jnp.sin(waves),
@@ -101,17 +97,9 @@ def featurise(token: Token, spec: EnvSpec, saturate: int | None = None) -> jax.A
     )
 
 
-def _observation(observation: jax.Array, space: Grid | Box) -> jax.Array:
-    if isinstance(space, Box):
-        return observation.astype(jnp.float32)
-    return one_hot_cell(observation, space.sizes)
-
-
 def feature_size(spec: EnvSpec) -> int:
     """Length of `featurise`'s vector."""
-    observation = spec.observation.size if isinstance(spec.observation, Box) else sum(spec.observation.sizes)
-    action = spec.action.n if isinstance(spec.action, Discrete) else spec.action.size
-    return 2 * observation + action + CTG_SCALES + 2 * TIME_WAVES + 5
+    return 2 * spec.observation.encoded_size + spec.action.encoded_size + CTG_SCALES + 2 * TIME_WAVES + 5
 
 
 class Block(eqx.Module):
@@ -198,7 +186,7 @@ class Transformer(eqx.Module):
         )
 
     def step(self, cache: Cache, token: Token, fresh: jax.Array) -> tuple[Cache, jax.Array]:
-        """Read one token a row; `fresh` rows ([row] bool) first forget everything. → features [row, width]."""
+        """Read one token per row; `fresh` rows ([row] bool) first forget everything. → features [row, width]."""
         slots = cache.keys[0].shape[-1]
         slot = cache.clock % slots
         age = jnp.minimum(jnp.where(fresh, 0, cache.age) + 1, slots)

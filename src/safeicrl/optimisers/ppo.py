@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from safeicrl.agents.in_context import InContextAgent
-from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, centre_and_half, record, replace
+from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.heads import Critic, PolicyNet, TanhNormal
 from safeicrl.nets.layers import in_new_units
@@ -204,8 +204,7 @@ class PPO:
             return policy.log_prob(trials.action), _mean(policy.entropy(), mask), 0.0, {}
         played: Any = policy
         if isinstance(policy, TanhNormal):  # the guard is part of the world: what counts is what was proposed
-            centre, half = centre_and_half(self.env.spec.action)  # type: ignore[arg-type]
-            chosen, taken = trials.extras["proposal"], (trials.action - centre) / half
+            chosen, taken = trials.extras["proposal"], self.env.spec.action.encode_scaled(trials.action)
         else:  # the policy was restricted to what the guard allowed
             chosen, taken, played = (
                 trials.action,

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from safeicrl.agents.api import Agent, with_options
-from safeicrl.envs.api import Discrete, Env, Grid, Key, PyTree
+from safeicrl.envs.api import Env, Key, PyTree
 from safeicrl.errors import BeyondTraining, UserError, check_budget, check_integer, check_seed
 from safeicrl.policies.cards import read_card
 from safeicrl.policies.catalogue import find_policy, load_agent
@@ -125,7 +125,7 @@ class Policy:
         action = np.asarray(trial.action)
         if trial.batched:
             return action
-        return int(action[0]) if isinstance(self.env.spec.action, Discrete) else action[0]
+        return action[0] if self.env.spec.action.shape else int(action[0])
 
     @property
     def episodes(self) -> int:
@@ -149,19 +149,13 @@ class Policy:
     def _observation(self, observation: Any, batched: bool, rows: int) -> np.ndarray:
         """The observation as [row, obs], or an error that says what an observation is."""
         space = self.env.spec.observation
-        size = len(space.sizes) if isinstance(space, Grid) else space.size
-        shape = (rows, size) if batched else (size,)
+        shape = (rows, *space.shape) if batched else space.shape
         values = _array("observation", observation)
         if values.shape != shape:
             raise UserError(f"observation must have shape {shape}, got {values.shape}")
         if not np.isfinite(values).all():
             raise UserError(f"observation must be finite, got {observation!r}")
-        if isinstance(space, Grid):
-            if (values != np.floor(values)).any() or (values < 0).any() or (values >= space.sizes).any():
-                limits = ", ".join(f"0–{size - 1}" for size in space.sizes)
-                raise UserError(f"observation must be a cell in ({limits}), got {values.tolist()}")
-            values = values.astype(np.int32)
-        return values.reshape(rows, size)
+        return space.check_observation(values).reshape(rows, *space.shape)
 
 
 def _array(name: str, value: Any) -> np.ndarray:
