@@ -1,6 +1,6 @@
 """How fast whole training runs went: playing, learning and logging together, from their logs.
 
-python bench/loop.py runs/darkroom results/safe-dark-room/training       one line per run; --out FILE.json writes them
+python bench/loop.py runs/darkroom results/safe-dark-room/training       one line per run; --out FILE.json saves
 python bench/loop.py results/safe-dark-room/training results/*/training/[0-9]-* --out results/bench_loop_h200.json
 """
 
