@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=default_config(ENV).iterations)
     parser.add_argument("--group", type=int, default=50, help="learners side by side")
     parser.add_argument(
-        "--test-steps", type=int, default=600, help="of each of the learner's episodes side by side"
+        "--test-steps", type=int, default=600, help="steps of each of the learner's parallel episodes"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("results/ppo-lag/rooms.json"))
