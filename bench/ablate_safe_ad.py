@@ -1,10 +1,10 @@
 """The paper's three ablations of Safe AD, at a reduced size: context length, layers, share of the data.
 
 safeicrl collect
-python bench/ablate_safe_ad.py --out results/safe-ad-ablations
+python bench/ablate_safe_ad.py --out runs/safe-ad-ablations
 
-Seven runs in one process, of as many gradient steps each; the three shares of the data share one program. Writes
-the results of each run, ablations.json with their summaries, and ablations.png, the paper's figure.
+Seven runs in one process, all with the same number of gradient steps. The three shares of the data use one compiled
+program. Writes the results of each run, ablations.json with their summaries, and ablations.png, the paper's figure.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def variants(args: argparse.Namespace) -> dict[str, list[Any]]:
 
 
 def build(histories: Histories, args: argparse.Namespace, context: int, layers: int) -> SafeAD:
-    """The algorithm on all the data; a gradient step reads as many steps whatever the context."""
+    """The algorithm on all the data. A gradient step reads the same number of steps at every context."""
     attention, residual, embedding = args.dropout
     net = DecisionConfig(
         width=args.width, layers=layers, heads=max(1, args.width // 64), context=context,
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=100)
     parser.add_argument("--episodes", type=int, default=None)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("results/safe-ad-ablations"))
+    parser.add_argument("--out", type=Path, default=Path("runs/safe-ad-ablations"))
     args = parser.parse_args()
     about, console = provenance(), Console()
     histories = open_histories(args.histories)

@@ -1,11 +1,10 @@
-"""What it is worth to brake once the budget is spent, for a policy that drives on: the first episode of Point.
+"""What braking is worth to a Point policy that ignores its budget: the first episode, with the brake taken over.
 
-python bench/braking.py runs/point-tanh --out results/safe-dark-point/braking.json
+python bench/braking.py runs/point-driver --out results/lab/point/braking.json
 
-(a run with the settings of results/safe-dark-point/training/tanh-normal).
-
-After its budget is spent, and outside hazards, the robot brakes with a given probability at each step instead of
-doing what the policy says. Where a little braking costs return and saves no cost, gradients cannot find the rest.
+The run has the settings of results/lab/point/driver-config.json. Once the budget is spent, and outside hazards, the
+robot brakes with a given probability at each step instead of doing what the policy says. A little braking costs
+return and saves no cost, so gradients do not lead to more of it.
 """
 
 import argparse
@@ -25,7 +24,7 @@ from safeicrl.provenance import surroundings
 from safeicrl.tokens import Token
 
 SHARES = (0.0, 0.1, 0.3, 1.0)
-SLOW = 0.03  # metres a step, below which thrust is eased
+SLOW = 0.03  # metres per step; below it the thrust is eased
 
 
 class Braking(WrappedAgent):

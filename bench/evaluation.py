@@ -19,9 +19,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", default="safe-dark-room", help="name, path or run folder")
     parser.add_argument("--tasks", type=int, default=100, help="rooms, each with a budget of its own")
-    parser.add_argument(
-        "--rows", type=int, default=25, help="of them at a time: a chunk ends with its longest trial"
-    )
+    parser.add_argument("--rows", type=int, default=25, help="rooms at a time; a chunk ends with its longest trial")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("results/bench_evaluation.json"))
     args = parser.parse_args()

@@ -1,6 +1,6 @@
-"""What a long context does to a policy: its trials as they are, with the episode's index held, with a short window.
+"""What a long context does to a policy: unchanged, with the episode index held, and with a short window.
 
-python bench/long_context.py safe-velocity-ant --seed 1000 --out results/safe-velocity-ant/long-context.json
+python bench/long_context.py safe-velocity-ant --seed 1000 --out results/lab/ant/long-context.json
 """
 
 import argparse

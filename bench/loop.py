@@ -1,6 +1,7 @@
 """How fast whole training runs went: playing, learning and logging together, from their logs.
 
-python bench/loop.py runs/darkroom results/safe-dark-room/darkroom       a line a run; --out FILE.json writes them
+python bench/loop.py runs/darkroom results/safe-dark-room/training       one line per run; --out FILE.json saves
+python bench/loop.py results/safe-dark-room/training results/*/training/[0-9]-* --out results/bench_loop_h200.json
 """
 
 import argparse
@@ -17,7 +18,7 @@ SAFE = (0.05, 0.03)  # shares of all and of the last episodes over budget, at mo
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """Steps/s and seconds of the median iteration, over all seeds together; evaluations are the outliers."""
+    """Steps/s and seconds of the median iteration, over all seeds together. The median ignores evaluations."""
     config, rows = read_json(folder / "config.json", "training run"), read_metrics(folder / "metrics.jsonl")
     names = ("iteration", "env_steps", "seconds")
     log = np.array([[row[name] for name in names] for row in rows if "return" in row], float)  # [row, 3]
@@ -49,7 +50,7 @@ def main() -> None:
         safety = run["minutes_to_safety"]
         Console().print(
             f"{run['run']}: {run['env_steps_per_s']:,.0f} env steps/s over {run['seeds']} seed(s), "
-            f"{run['seconds_per_iteration']:.2f} s an iteration, {run['minutes']:.1f} min on {run['device']}"
+            f"{run['seconds_per_iteration']:.2f} s per iteration, {run['minutes']:.1f} min on {run['device']}"
             + (
                 ""
                 if safety is None

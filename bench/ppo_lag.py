@@ -1,6 +1,6 @@
-"""PPO-Lagrangian against the planner that sees everything, on fixed rooms; or on one task of another world.
+"""PPO-Lagrangian on fixed rooms, beside the planner, which sees the whole room.
 
-python bench/ppo_lag.py                                        100 rooms, three limits → results/ppo-lag-rooms.json
+python bench/ppo_lag.py                                        100 rooms, three limits → results/ppo-lag/rooms.json
 """
 
 import argparse
@@ -71,10 +71,10 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=default_config(ENV).iterations)
     parser.add_argument("--group", type=int, default=50, help="learners side by side")
     parser.add_argument(
-        "--test-steps", type=int, default=600, help="of each of the learner's episodes side by side"
+        "--test-steps", type=int, default=600, help="steps of each of the learner's parallel episodes"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("results/ppo-lag-rooms.json"))
+    parser.add_argument("--out", type=Path, default=Path("results/ppo-lag/rooms.json"))
     args = parser.parse_args()
     about, console = provenance(), Console()
     config = dataclasses.replace(default_config(ENV), iterations=args.iterations)

@@ -93,7 +93,7 @@ def main() -> None:
     paper = DecisionConfig()
     for name in ("width", "layers", "heads", "context"):
         parser.add_argument(f"--{name}", type=int, default=getattr(paper, name))
-    parser.add_argument("--tokens", nargs="+", default=["one", "four"], choices=["one", "four"], help="a step")
+    parser.add_argument("--tokens", nargs="+", default=["one", "four"], choices=["one", "four"], help="per step")
     parser.add_argument("--batch", type=int, default=512, help="windows in a gradient step")
     parser.add_argument("--updates", type=int, default=10, help="gradient steps in one call")
     parser.add_argument("--rows", type=int, default=256, help="trials side by side")
@@ -110,7 +110,7 @@ def main() -> None:
         acted = act(algo, state, args)
         found.append({"learn": learned, "act": acted})
         console.print(
-            f"{tokens} token(s) a step, {learned['parameters'] / 1e6:.1f}M parameters: "
+            f"{tokens} token(s) per step, {learned['parameters'] / 1e6:.1f}M parameters: "
             f"{learned['milliseconds_an_update']:.1f} ms an update, {learned['tokens_per_s']:,.0f} tokens/s, "
             f"{learned['steps_per_s']:,.0f} steps/s, {learned['teraflops']:.2f} TFLOP/s "
             f"(compiled in {learned['compile_s']:.0f} s); "

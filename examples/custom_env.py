@@ -1,4 +1,4 @@
-"""A custom environment: levers that pay hidden amounts. The best one is hot and costs 1 a pull."""
+"""A custom environment: levers that pay hidden amounts. The best one is hot and costs 1 per pull."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ class HotLevers:
             task_features=self.levers,
         )  # fmt: skip
 
-    def sample_task(self, key, split):  # the task: what each lever pays; test levers pay alike
+    def sample_task(self, key, split):  # the task: what each lever pays; all test levers pay well
         return jax.random.uniform(key, (self.levers,), minval=0.0 if split == "train" else 0.5)
 
     def reset(self, key, task):

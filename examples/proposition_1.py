@@ -1,6 +1,6 @@
-"""Proposition 1: how far test rooms lie from training rooms as α grows: TV → 1, both KL → ∞.
+"""Proposition 1: the distance between training and test goals as α grows: TV → 1, both KL → ∞.
 
-python examples/proposition_1.py --out docs/proposition_1.svg        a table and the figure
+python examples/proposition_1.py --out docs/images/proposition_1.svg        prints a table and draws the figure
 """
 
 from dataclasses import dataclass

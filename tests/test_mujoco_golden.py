@@ -1,4 +1,4 @@
-"""Against trajectories recorded from Safety-Gymnasium 1.0.0 on MuJoCo 2.3.3; see docs/mujoco.md."""
+"""Against trajectories recorded from Safety-Gymnasium 1.0.0 on MuJoCo 2.3.3; see docs/environments.md."""
 
 import functools
 from pathlib import Path

@@ -192,17 +192,18 @@ def test_the_presets_are_the_papers_experiment(world):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_presets_are_what_the_shipped_policies_were_trained_with(world):
-    """docs/mujoco_scared.md says so; the runs' own settings are beside their logs."""
+    """The pages in docs/worlds say so; each run's own settings are beside its log."""
     training = Path(__file__).parent.parent / "results" / _name(world) / "training"
-    for ending in (*WORLDS[world].stages, "-privileged", "-memoryless"):
-        saved = load_experiment(training / (ending[1:] or "whole"))
+    folders = (*sorted(training.glob("[0-9]-*")), training / "privileged", training / "memoryless")
+    for ending, folder in zip((*WORLDS[world].stages, "-privileged", "-memoryless"), folders, strict=True):
+        saved = load_experiment(folder)
         assert preset(world + ending).algo == saved.algo
         assert preset(world + ending).env == saved.env
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_shipped_policies_met_the_bars(world):
-    """Those of docs/mujoco_scared.md, by the evaluations that are kept; the card is of the same one."""
+    """The targets in docs/lab.md, by the stored evaluations; the card describes the same evaluation."""
     folder = Path(__file__).parent.parent / "results" / _name(world)
     found, upper, lower = (load_results(folder / name) for name in ("policy", "privileged", "memoryless"))
     assert found.returns.shape[0] >= 200

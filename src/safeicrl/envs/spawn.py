@@ -50,8 +50,12 @@ class Divergence(NamedTuple):
 
 
 def divergence(size: int, alpha: float) -> Divergence:
-    """Total variation distance and both KL divergences between P_train and P_test (Proposition 1)."""
-    log_p, log_q = (_log_normalise(log_weights(size, alpha, split)) for split in ("train", "test"))
+    """Total variation distance and both KL divergences between P_train and P_test (Proposition 1).
+
+    Over the cells that goals are drawn from: all but the start.
+    """
+    goals = np.arange(size**2) != np.ravel_multi_index(centre(size), (size, size))
+    log_p, log_q = (_log_normalise(log_weights(size, alpha, split).ravel()[goals]) for split in ("train", "test"))
     p, q = np.exp(log_p), np.exp(log_q)
     return Divergence(
         total_variation=float(0.5 * np.abs(p - q).sum()),

@@ -16,7 +16,7 @@ from safeicrl.errors import UserError, unknown_name
 if TYPE_CHECKING:
     import mujoco
 
-# With one, Ant moves differently (docs/mujoco.md); RK4 evaluates the forces four times.
+# With one, Ant moves differently (docs/environments.md); RK4 evaluates the forces four times.
 EULER_STEPS = 2
 
 # What every Safety-Gymnasium robot has in common: Euler and the Newton solver are MuJoCo's own defaults, the
