@@ -255,7 +255,7 @@ def test_beyond_its_training_a_policy_is_evaluated_with_a_warning(tmp_path, caps
         ("", ()),
         (
             "--budgets 1 8 --env-args max_steps=6",
-            ("budgets from 1 to 3, not 8", "trials of 4 episodes of 5 steps, not more"),
+            ("budgets from 1 to 3, not 8", "episodes of at most 5 steps, not 6"),
         ),
     ):
         capsys.readouterr()

@@ -2,8 +2,9 @@
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 
-from safeicrl.envs.api import Key, PyTree
+from safeicrl.envs.api import Key, PyTree, replace
 from safeicrl.nets.heads import Distribution, PolicyNet
 from safeicrl.nets.transformer import Cache
 from safeicrl.tokens import Token
@@ -15,6 +16,7 @@ class InContextAgent(eqx.Module):
     net: PolicyNet
     epsilon: jax.Array | None = None  # [] exploration added while training off-policy
     temperature: float = eqx.field(static=True, default=1.0)  # 0: greedy
+    trained_episodes: int | None = eqx.field(static=True, default=None)  # K; None: no limit, see `policy`
 
     def init(self, tasks: PyTree, rows: int) -> Cache:
         """An empty context."""
@@ -35,6 +37,14 @@ class InContextAgent(eqx.Module):
         return memory, action, {"log_prob": policy.log_prob(action)}
 
     def policy(self, memory: Cache, token: Token) -> tuple[Cache, Distribution]:
-        """π(· | history) for the newest token of each row."""
-        memory, features = self.net.trunk.step(memory, token, token.first)
+        """π(· | history) for the newest token of each row.
+
+        The network knows the indices of `trained_episodes` episodes, and goes wrong on larger ones. Every later
+        episode has the last index that it knows, so a trial can go on for as long as the user likes.
+        """
+        known = token
+        if self.trained_episodes is not None:
+            known = replace(token, episode=jnp.minimum(token.episode, self.trained_episodes - 1))
+        # not `known.first`: after single episodes of training, every start would count as a new trial
+        memory, features = self.net.trunk.step(memory, known, token.first)
         return memory, self.net.distribution(features)

@@ -23,7 +23,7 @@ from safeicrl.agents.api import Agent, with_options
 from safeicrl.envs.api import Discrete, Env, Grid, Key, PyTree
 from safeicrl.errors import BeyondTraining, UserError, check_budget, check_integer, check_seed
 from safeicrl.policies.cards import read_card
-from safeicrl.policies.catalogue import find_policy, load_agent
+from safeicrl.policies.catalogue import find_policy, load_agent, trained_env, trained_episodes
 from safeicrl.tokens import Token, first_token, next_token, usable_budget
 
 
@@ -56,6 +56,7 @@ class Policy:
 
     def __init__(self, *, env: Env, agent: Agent, card: dict[str, Any]) -> None:
         self.env, self.agent, self.card = env, agent, card
+        self.trained = trained_env(card, env).spec
         self._trial: _Trial | None = None
 
     def __repr__(self) -> str:
@@ -117,11 +118,12 @@ class Policy:
         trial.memory, trial.key, trial.action = _act((self.agent, token, trial.key), trial.memory)
         trial.token = token
         if not trial.warned:
-            past = np.asarray(token.episode) >= self.episodes, np.asarray(token.time) >= self.env.spec.max_steps
-            # of a batch, all rows: one that has finished its trial may be waiting for the others
-            if (past[0] | past[1]).all():
+            # in a batch, all rows: one that has finished may be waiting for the others
+            beyond = np.asarray(token.time).min() >= self.trained.max_steps
+            second = self.episodes == 1 and np.asarray(token.episode).min() >= 1
+            if beyond or second:
                 trial.warned = True
-                self.warn_beyond(episodes=self.episodes + 1)
+                self.warn_beyond(episodes=1 + second, steps=self.trained.max_steps + beyond)
         action = np.asarray(trial.action)
         if trial.batched:
             return action
@@ -129,20 +131,25 @@ class Policy:
 
     @property
     def episodes(self) -> int:
-        """K of the trials it was trained on: the algorithm's own setting where it has one, or the environment's."""
-        algo = self.card.get("training", {}).get("algo", {})
-        return algo.get("config", {}).get("episodes") or self.env.spec.episodes
+        """K of the trials it was trained on."""
+        return trained_episodes(self.card, self.trained)
 
     def warn_beyond(self, *, budgets: Any = (), episodes: int = 0, steps: int = 0) -> None:
-        """Warn of what it was never trained on: budgets, episodes of a trial, steps of an episode."""
-        spec = self.env.spec
+        """Warn about budgets, episodes of a trial and steps of an episode that it was never trained on.
+
+        More than K episodes are no reason to warn: agents keep going (`InContextAgent.policy`, and Safe AD's window
+        slides as in training). A second episode is one, if training had single episodes only.
+        """
+        spec = self.trained
         usable = lambda values: np.asarray(usable_budget(jnp.asarray(values, jnp.float32), spec))  # noqa: E731
         known = getattr(self.agent, "known_budgets", spec.train_budget)  # of data, or of the trials it played
         (low, high), asked = usable(known), np.ravel(usable(budgets))
         outside = asked[(asked < low) | (asked > high)]
         messages = [f"budgets from {low:g} to {high:g}, not {outside[0]:g}"] if len(outside) else []
-        if episodes > self.episodes or steps > spec.max_steps:
-            messages.append(f"trials of {self.episodes} episodes of {spec.max_steps} steps, not more")
+        if episodes > self.episodes == 1:
+            messages.append("single episodes: it does not learn from earlier ones")
+        if steps > spec.max_steps:
+            messages.append(f"episodes of at most {spec.max_steps} steps, not {steps}")
         for message in messages:
             warnings.warn(f"this policy was trained on {message}", BeyondTraining, stacklevel=3)
 
