@@ -112,8 +112,7 @@ def test_only_the_face_imports_gymnasium():
         "envs.registry",
         "evaluation.tables",
         "evaluation.plots",
-        "show.room_film",
-        "show.robot_film",
+        "show.films",
     ],
 )
 def test_reading_and_drawing_need_no_jax(name):
