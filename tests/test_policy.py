@@ -1,7 +1,11 @@
 """Released policies: start and act give what `run_trials` gives, and every misuse is one line."""
 
+import copy
 import dataclasses
+import pickle
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import equinox as eqx
 import jax
@@ -19,6 +23,7 @@ from safeicrl.errors import BeyondTraining, UserError
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.policies import cards, catalogue
+from safeicrl.policies import policy as policy_module
 from safeicrl.policies.export import export_policy
 from safeicrl.policies.policy import Policy
 from safeicrl.tokens import first_token
@@ -317,6 +322,62 @@ def test_bad_batches():
         policy.act(np.ones((3, 2)), np.zeros(3), 1.0)
     with pytest.raises(UserError, match="truncated must be true or false, or 3 of them"):
         policy.act(np.ones((3, 2)), np.zeros(3), np.zeros(3), False, [True, False])
+
+
+@pytest.mark.parametrize(
+    "again", [copy.copy, copy.deepcopy, lambda policy: pickle.loads(pickle.dumps(policy))],
+    ids=["copy", "deepcopy", "pickle"],
+)  # fmt: skip
+def test_a_copy_has_no_trial_and_leaves_the_first_alone(again):
+    policy, alone = nosy(), nosy()
+    for each in (policy, alone):
+        each.start(budget=2)
+        each.act((1, 1))
+    twin = again(policy)
+    with pytest.raises(UserError, match="before start"):
+        twin.act((1, 0), 0.0, 1.0)
+    twin.start(budget=3)
+    twin.act((0, 0))
+    for _ in range(3):
+        twin.act((0, 1), 1.0, 0.0)
+        assert policy.act((1, 0), 0.0, 1.0) == alone.act((1, 0), 0.0, 1.0)
+
+
+def test_a_copy_shares_the_weights():
+    policy = nosy()
+    assert copy.copy(policy).agent is policy.agent
+
+
+def test_a_second_thread_is_refused(monkeypatch):
+    policy, alone = nosy(), nosy()
+    for each in (policy, alone):
+        each.start(budget=2)
+        each.act((1, 1))
+    inside, go_on = threading.Event(), threading.Event()
+    acts = policy_module._act
+
+    def slow(*arguments):
+        inside.set()
+        assert go_on.wait(60)
+        return acts(*arguments)
+
+    monkeypatch.setattr(policy_module, "_act", slow)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(policy.act, (1, 0), 0.0, 1.0)
+        assert inside.wait(60)
+        for call in (lambda: policy.act((1, 0), 0.0, 1.0), lambda: policy.start(budget=1)):
+            with pytest.raises(UserError, match=r"acting in another thread: give each thread its own, copy\.copy"):
+                call()
+        go_on.set()
+        # the trial goes on as if nobody had asked, in any thread
+        assert first.result(60) == alone.act((1, 0), 0.0, 1.0)
+    assert policy.act((0, 0), 0.0, 1.0) == alone.act((0, 0), 0.0, 1.0)
+
+
+@pytest.mark.parametrize("wrong", [None, 3, b"safe-dark-room", ["safe-dark-room"], "", nosy()])
+def test_what_names_no_policy_is_refused(wrong):
+    with pytest.raises(UserError, match=r"^a policy is the name of one that ships, or a path, got [^\n]+$"):
+        load_policy(wrong)
 
 
 NET = NetConfig(width=8, layers=1, heads=2, context=ROOM.spec.trial_steps, dtype="float32")

@@ -1,5 +1,6 @@
 """Where policies are found: those that ship, those in files, those of a run; and how one is built from its card."""
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,8 @@ def policy_file(path: Path) -> Path:
 
 def find_policy(name_or_path: str | Path) -> Path:
     """The file of a policy, however it is called: see `load_policy`."""
+    if not isinstance(name_or_path, str | os.PathLike) or not str(name_or_path):
+        raise UserError(f"a policy is the name of one that ships, or a path, got {name_or_path!r}")
     text, path = str(name_or_path), Path(name_or_path)
     if text in policy_names():
         return PRETRAINED / f"{text}.safetensors"
