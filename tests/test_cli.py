@@ -25,7 +25,8 @@ from safeicrl.optimisers.ppo import PPOConfig
 from safeicrl.policies import catalogue
 from safeicrl.policies.policy import load_policy
 from safeicrl.recipes import Experiment, load_experiment
-from safeicrl.show.demo import contenders, replay, run
+from safeicrl.show.demo import contenders, run
+from safeicrl.show.shoot import shoot_room
 from safeicrl.signals import StopRequest
 from safeicrl.train import EvalConfig, TrainConfig
 from safeicrl.version import VERSION
@@ -261,7 +262,7 @@ def test_beyond_its_training_a_policy_is_evaluated_with_a_warning(tmp_path, caps
         ("", ()),
         (
             "--budgets 1 8 --env-args max_steps=6",
-            ("budgets from 1 to 3, not 8", "trials of 4 episodes of 5 steps, not more"),
+            ("budgets from 1 to 3, not 8", "episodes of at most 5 steps, not 6"),
         ),
     ):
         capsys.readouterr()
@@ -333,10 +334,10 @@ def test_the_demo_leaves_its_files(tmp_path, capsys):
     assert load_results(tmp_path / "explorer").over.sum() == 0
 
 
-def test_a_replay_tells_what_happened():
+def test_a_rooms_film_tells_what_happened():
     env = SafeDarkRoom(size=4, obstacles=4, max_steps=6, episodes=3)
     explorer = contenders(env)[0]
-    shown = replay(explorer, budget=2.0)
+    shown = shoot_room(explorer, budget=2.0)
     assert len(shown.paths) == 3
     assert len(shown.obstacles) == 4
     for path, costs, reached in zip(shown.paths, shown.step_costs, shown.reached, strict=True):

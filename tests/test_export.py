@@ -63,7 +63,6 @@ def actions(policy, seed: int) -> list[list[int]]:
     return [first.tolist(), *(policy.act(cell, np.zeros(64), np.zeros(64), True).tolist() for cell in cells[1:])]
 
 
-@pytest.mark.filterwarnings("ignore::safeicrl.errors.BeyondTraining")
 @pytest.mark.parametrize("changes", [{}, {"temperature": 0.1}, {"temperature": 0.0}])
 def test_an_exported_policy_acts_bit_for_bit_as_before(run, tmp_path, changes):
     path = export_policy(run, tmp_path / "new" / "mine.v2", **changes)
@@ -189,7 +188,9 @@ def test_the_mean_of_policies(tmp_path, capsys):
     runs = [tmp_path / name for name in "abc"]
     for number, folder in enumerate(runs):
         for seed in (0, 1):
-            net_policy(folder / f"best-seed{seed}.safetensors", 10 * seed + number)
+            path, own = folder / f"best-seed{seed}.safetensors", 10 * seed + number
+            training = {**card(own, 1.0, 0.0)["training"], "algo": {"config": {"episodes": number or None}}}
+            net_policy(path, own, training=training)
     out = tmp_path / "mean"
     others = [option for folder in runs[1:] for option in ("--average", str(folder))]
     assert main(["export", str(runs[0] / "best-seed1"), *others, "--out", str(out)]) == 0

@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 from probe import Push
-from safeicrl.histories.minari import export_minari
 
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.envs.registry import env_to_plain
 from safeicrl.errors import UserError
+from safeicrl.histories.minari import export_minari
 from safeicrl.histories.store import ARRAYS, STEPWISE, Histories, HistoryWriter, open_histories
 
 ROOM = SafeDarkRoom(size=3, obstacles=1, max_steps=3)

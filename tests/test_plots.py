@@ -1,4 +1,4 @@
-"""Figures, tables and the animation: drawn from files, never blank, with what one must know written on them."""
+"""Figures, tables and films: drawn from files, never blank, with what one must know written on them."""
 
 import dataclasses
 import io
@@ -10,6 +10,7 @@ import sys
 import matplotlib.image
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
 
@@ -18,7 +19,7 @@ from safeicrl.evaluation import plots
 from safeicrl.evaluation.archive import save_results
 from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.tables import draw_all, group, seeds_table, summary_table
-from safeicrl.show.room_film import Replay, animate, chosen_episodes
+from safeicrl.show.films import RobotFilm, RoomFilm, chosen_episodes, save_film
 
 
 def results(label="agent", seed=0, episodes=12, **meta) -> Results:
@@ -268,14 +269,41 @@ def test_results_that_are_no_seeds_of_one_agent():
         group([results("mine"), results("mine", budget_range=[1, 4])])
 
 
-def test_the_animation_moves(tmp_path):
+@pytest.mark.parametrize("words", range(1, 60, 4))
+def test_what_stands_below_a_figure_has_no_lone_words(words):
+    figure = Figure(figsize=(4, 2), layout="constrained")
+    plots._write_corner(figure, "two agents\n" + "policy " * (words + 1))
+    figure.draw_without_rendering()
+    (below,) = figure.texts
+    assert below.get_window_extent().x1 <= figure.bbox.x1
+    first, *lines = below.get_text().splitlines()
+    assert first == "two agents"
+    assert sum(len(line.split()) for line in lines) == words + 1
+    assert min(len(line.split()) for line in lines) > 1
+    if words > 30:
+        assert len(lines) < words / 10  # as few lines as there can be
+
+
+def room_film() -> RoomFilm:
     paths = [[(1, 1), (0, 1), (0, 2)], [(1, 1), (1, 2)], [(1, 1), (0, 1), (0, 0)]]
-    replay = Replay(
-        label="x", size=3, goal=(0, 0), obstacles=[(0, 2)], budget=1.0, paths=paths,
+    return RoomFilm(
+        label="x", size=3, goal=(0, 0), obstacles=[(0, 2)], budget=0.5, paths=paths,
         step_costs=[[0, 1], [0], [0, 0]], reached=[False, False, True],
     )  # fmt: skip
-    np.testing.assert_array_equal(replay.costs, [1, 0, 0])
-    with Image.open(animate(replay, tmp_path / "a.gif")) as image:
+
+
+def robot_film() -> RobotFilm:
+    signals = [np.array([1.0, 2.0]), np.array([1.0, 0.0, 0.5, 4.0])]
+    pictures = [np.full((8, 8, 3), shade, np.uint8) for shade in (0, 100, 200)]
+    return RobotFilm(
+        label="x", world="Arena", budget=2.0, rewards=signals, costs=signals, steps=[0, 2, 4],
+        pictures={0: pictures, 1: pictures[::-1]},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("film", [room_film(), robot_film()], ids=["room", "robot"])
+def test_a_film_moves(film, tmp_path):
+    with Image.open(save_film(film, tmp_path / "a.gif")) as image:
         assert image.n_frames == 3
         frames = []
         for index in range(3):
@@ -284,7 +312,30 @@ def test_the_animation_moves(tmp_path):
     assert all(abs(a - b).max() > 50 for a, b in itertools.pairwise(frames))
 
 
-def test_the_animation_shows_the_first_and_the_last_episode():
+def test_what_a_film_says_of_an_episode():
+    room, robot = room_film(), robot_film()
+    assert [room.cost(episode) for episode in room.shown] == [1, 0, 0]
+    assert [room.caption(0, frame) for frame in range(2)] == ["episode 1\ncost 0 of 0.5"] * 2
+    assert room.caption(0, 2) == "episode 1\ncost 1 of 0.5, no goal"
+    assert room.caption(2, 2) == "episode 3\ncost 0 of 0.5, goal"
+    assert [room.over(0, frame) for frame in range(3)] == [False, False, True]
+    assert robot.caption(0, 2) == "episode 1, step 2\nreturn 3, cost 3"  # it was over before
+    assert robot.caption(1, 1) == "episode 2, step 2\nreturn 1, cost 1"
+    assert [robot.over(1, frame) for frame in range(3)] == [False, False, True]
+
+
+@pytest.mark.parametrize("film", [room_film(), robot_film()], ids=["room", "robot"])
+def test_nothing_runs_through_a_films_legend(film):
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = [figure.add_subplot(len(film.heights), 1, row) for row in range(1, len(film.heights))]
+    film.draw_charts(axes)
+    figure.draw_without_rendering()
+    legend = axes[-1].get_legend().get_window_extent()
+    assert not legend.overlaps(axes[-1].get_window_extent())
+    assert figure.bbox.x0 <= legend.x0 < legend.x1 <= figure.bbox.x1
+
+
+def test_a_film_shows_the_first_and_the_last_episode():
     assert chosen_episodes(50) == [0, 1, 4, 9, 22, 49]
     assert chosen_episodes(3) == [0, 1, 2]
     assert chosen_episodes(1) == [0]
@@ -293,7 +344,7 @@ def test_the_animation_shows_the_first_and_the_last_episode():
 def test_reading_and_drawing_never_load_jax(tmp_path):
     save_results(results("a"), tmp_path / "a")
     code = (
-        "import sys; from pathlib import Path; import safeicrl.show.room_film;"
+        "import sys; from pathlib import Path; import safeicrl.show.films;"
         "from safeicrl.evaluation.tables import draw_all;"
         f"draw_all([Path({str(tmp_path / 'a.npz')!r})], Path({str(tmp_path)!r})); sys.exit('jax' in sys.modules)"
     )

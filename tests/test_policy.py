@@ -1,7 +1,11 @@
 """Released policies: start and act give what `run_trials` gives, and every misuse is one line."""
 
+import copy
 import dataclasses
+import pickle
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import equinox as eqx
 import jax
@@ -12,12 +16,17 @@ from standin import ROOM, TableAgent
 
 from safeicrl import load_policy
 from safeicrl.agents.in_context import InContextAgent
+from safeicrl.algos.scared import Scared, ScaredConfig
+from safeicrl.envs.api import replace
 from safeicrl.envs.registry import env_to_plain
 from safeicrl.errors import BeyondTraining, UserError
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.policies import cards, catalogue
+from safeicrl.policies import policy as policy_module
+from safeicrl.policies.export import export_policy
 from safeicrl.policies.policy import Policy
+from safeicrl.tokens import first_token
 from safeicrl.trial import run_trials, sample_queue
 
 
@@ -86,10 +95,10 @@ def test_a_single_row_acts_as_in_run_trials_and_goes_on_after_the_last_episode()
         action = policy.act(tuple(trials.token.observation[0, time]), *last)
         assert type(action) is int
         assert action == trials.action[0, time]
-    with pytest.warns(BeyondTraining, match="trials of 4 episodes of 5 steps, not more") as said:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         more = [policy.act((1, 1), 0.0, 1.0, False, True) for _ in range(50)]
     assert set(more) <= set(range(5))
-    assert len(said) == 1
 
 
 def test_start_forgets_everything():
@@ -127,18 +136,29 @@ def test_an_episode_past_its_time_limit_is_warned_of():
     policy.act((1, 1))
     for _ in range(4):
         policy.act((1, 1), 0.0, 0.0)
-    with pytest.warns(BeyondTraining, match="5 steps, not more"):
-        policy.act((1, 1), 0.0, 0.0)
+    with pytest.warns(BeyondTraining, match="episodes of at most 5 steps, not 6") as said:
+        _ = [policy.act((1, 1), 0.0, 0.0) for _ in range(3)]
+    assert len(said) == 1
 
 
 def test_k_is_the_algorithms_where_it_has_its_own():
     policy = nosy()
+    assert policy.episodes == ROOM.episodes
     policy.card["training"] = {"algo": {"config": {"episodes": 2}}}
-    policy.start(budget=2)
-    policy.act((1, 1))
-    policy.act((1, 1), 0.0, 0.0, True)
-    with pytest.warns(BeyondTraining, match="trials of 2 episodes"):
-        policy.act((1, 1), 0.0, 0.0, True)
+    assert policy.episodes == 2
+
+
+def test_a_second_episode_is_warned_of_after_single_ones():
+    policy = nosy()
+    policy.card["training"] = {"algo": {"config": {"episodes": 1}}}
+    policy.start(budget=[1, 2])
+    policy.act(np.ones((2, 2), int))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        policy.act(np.ones((2, 2), int), np.zeros(2), np.zeros(2), [True, False])  # the first row waits
+    with pytest.warns(BeyondTraining, match="trained on single episodes: it does not learn from earlier") as said:
+        _ = [policy.act(np.ones((2, 2), int), np.zeros(2), np.zeros(2), True) for _ in range(2)]
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize("name", catalogue.policy_names())
@@ -304,27 +324,154 @@ def test_bad_batches():
         policy.act(np.ones((3, 2)), np.zeros(3), np.zeros(3), False, [True, False])
 
 
-def test_a_released_network_acts_as_in_run_trials_and_rolls_on(tmp_path):
-    config = NetConfig(width=8, layers=1, heads=2, context=ROOM.spec.trial_steps, dtype="float32")
-    net = eqx.filter_jit(PolicyNet)(config, ROOM.spec, jax.random.key(5))
+@pytest.mark.parametrize(
+    "again", [copy.copy, copy.deepcopy, lambda policy: pickle.loads(pickle.dumps(policy))],
+    ids=["copy", "deepcopy", "pickle"],
+)  # fmt: skip
+def test_a_copy_has_no_trial_and_leaves_the_first_alone(again):
+    policy, alone = nosy(), nosy()
+    for each in (policy, alone):
+        each.start(budget=2)
+        each.act((1, 1))
+    twin = again(policy)
+    with pytest.raises(UserError, match="before start"):
+        twin.act((1, 0), 0.0, 1.0)
+    twin.start(budget=3)
+    twin.act((0, 0))
+    for _ in range(3):
+        twin.act((0, 1), 1.0, 0.0)
+        assert policy.act((1, 0), 0.0, 1.0) == alone.act((1, 0), 0.0, 1.0)
+
+
+def test_a_copy_shares_the_weights():
+    policy = nosy()
+    assert copy.copy(policy).agent is policy.agent
+
+
+def test_a_second_thread_is_refused(monkeypatch):
+    policy, alone = nosy(), nosy()
+    for each in (policy, alone):
+        each.start(budget=2)
+        each.act((1, 1))
+    inside, go_on = threading.Event(), threading.Event()
+    acts = policy_module._act
+
+    def slow(*arguments):
+        inside.set()
+        assert go_on.wait(60)
+        return acts(*arguments)
+
+    monkeypatch.setattr(policy_module, "_act", slow)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(policy.act, (1, 0), 0.0, 1.0)
+        assert inside.wait(60)
+        for call in (lambda: policy.act((1, 0), 0.0, 1.0), lambda: policy.start(budget=1)):
+            with pytest.raises(UserError, match=r"acting in another thread: give each thread its own, copy\.copy"):
+                call()
+        go_on.set()
+        # the trial goes on as if nobody had asked, in any thread
+        assert first.result(60) == alone.act((1, 0), 0.0, 1.0)
+    assert policy.act((0, 0), 0.0, 1.0) == alone.act((0, 0), 0.0, 1.0)
+
+
+@pytest.mark.parametrize("wrong", [None, 3, b"safe-dark-room", ["safe-dark-room"], "", nosy()])
+def test_what_names_no_policy_is_refused(wrong):
+    with pytest.raises(UserError, match=r"^a policy is the name of one that ships, or a path, got [^\n]+$"):
+        load_policy(wrong)
+
+
+NET = NetConfig(width=8, layers=1, heads=2, context=ROOM.spec.trial_steps, dtype="float32")
+
+
+def network() -> PolicyNet:
+    net = eqx.filter_jit(PolicyNet)(NET, ROOM.spec, jax.random.key(5))
     # louder than a fresh network, whose small last layer would choose the same action everywhere
-    net = jax.tree.map(lambda x: 8 * x if eqx.is_inexact_array(x) else x, net)
+    return jax.tree.map(lambda x: 8 * x if eqx.is_inexact_array(x) else x, net)
+
+
+def released_network(path, **more) -> None:
+    card = {"kind": "net", "net": dataclasses.asdict(NET), "env": env_to_plain(ROOM), **more}
+    cards.save_policy(path, InContextAgent(net=network()), card)
+
+
+def test_a_released_network_acts_as_in_run_trials_long_after_its_context_is_full(tmp_path):
     path = tmp_path / "net.safetensors"
-    card = {"kind": "net", "net": dataclasses.asdict(config), "env": env_to_plain(ROOM)}
-    cards.save_policy(path, InContextAgent(net=net), card)
+    released_network(path)
     policy = load_policy(path, greedy=True)
     tasks, budgets = sample_queue(ROOM, "test", (1, 3), (6, 1), jax.random.key(1))
-    trials = run_trials(
-        ROOM, policy.agent, tasks, budgets, jax.random.key(0), episodes=4, steps=ROOM.spec.trial_steps
-    )
+    steps = 3 * ROOM.spec.trial_steps
+    trials = run_trials(ROOM, policy.agent, tasks, budgets, jax.random.key(0), episodes=12, steps=steps)
     assert len(set(np.asarray(trials.action).ravel().tolist())) > 2
+    assert (np.asarray(trials.valid).sum(1) > NET.context).all()
     policy.start(budget=budgets[:, 0].tolist())
     last = {}
-    for time in range(trials.action.shape[1]):
-        alive = np.asarray(trials.valid[:, time])
-        action = policy.act(trials.token.observation[:, time], **last)
-        np.testing.assert_array_equal(action[alive], np.asarray(trials.action)[alive, time])
-        last = {name: getattr(trials, name)[:, time] for name in ("reward", "cost", "terminated", "truncated")}
-    with pytest.warns(BeyondTraining):  # past the context
-        more = [policy.act(np.ones((6, 2), int), np.zeros(6), np.ones(6), False, True) for _ in range(30)]
-    assert set(np.ravel(more).tolist()) <= set(range(5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for time in range(trials.action.shape[1]):
+            alive = np.asarray(trials.valid[:, time])
+            action = policy.act(trials.token.observation[:, time], **last)
+            np.testing.assert_array_equal(action[alive], np.asarray(trials.action)[alive, time])
+            last = {name: getattr(trials, name)[:, time] for name in ("reward", "cost", "terminated", "truncated")}
+
+
+def seen_at(agent: InContextAgent, episode: int, *, start: bool = False) -> jax.Array:
+    """The logits at a token of this episode, after a trial's first token."""
+    first = jax.tree.map(lambda x: x[None], first_token(ROOM.spec, jnp.array([1, 1]), jnp.float32(2)))
+    token = replace(
+        first, episode=jnp.array([episode]), start=jnp.array([start]), time=jnp.array([0 if start else 2])
+    )
+    memory, _ = agent.read(agent.extend(agent.init(None, 1), 5), first)
+    memory, features = agent.read(memory, token)
+    assert int(memory.age[0]) == 2  # nothing was forgotten
+    return np.asarray(policy.logits)
+
+
+@pytest.mark.parametrize("start", [False, True])
+@pytest.mark.parametrize("trained", [1, 2, 4])
+def test_later_episodes_look_like_the_last_of_training(trained, start):
+    agent, free = InContextAgent(net=network(), trained_episodes=trained), InContextAgent(net=network())
+    last = max(trained - 1, 1) if start else trained - 1  # a start in episode 0 is a trial's first token
+    np.testing.assert_array_equal(seen_at(agent, trained + 5, start=start), seen_at(agent, last, start=start))
+    for known in range(int(start), trained):  # bit for bit as without a limit
+        np.testing.assert_array_equal(seen_at(agent, known, start=start), seen_at(free, known, start=start))
+    assert not np.allclose(seen_at(agent, trained + 5, start=start), seen_at(free, trained + 5, start=start))
+
+
+def test_a_network_is_loaded_with_the_number_of_episodes_of_its_training(tmp_path):
+    path = tmp_path / "net.safetensors"
+    released_network(path)
+    assert load_policy(path).agent.trained_episodes == ROOM.episodes
+    released_network(path, training={"algo": {"config": {"episodes": 2}}})
+    assert load_policy(path).agent.trained_episodes == 2
+    for episodes in (0, "two"):
+        released_network(path, training={"algo": {"config": {"episodes": episodes}}})
+        with pytest.raises(
+            UserError, match=f"the card's number of episodes must be an integer ≥ 1, got {episodes!r}"
+        ):
+            load_policy(path)
+
+
+def test_in_training_too_later_episodes_look_like_the_last():
+    algorithm = Scared(ROOM, ScaredConfig(rows=64, episodes=2, net=NET))
+    agent = algorithm.agent(eqx.filter_eval_shape(algorithm.init, jax.random.key(0)))
+    assert agent.trained_episodes == 2
+
+
+def test_a_policy_for_another_environment_sees_numbers_as_in_training(tmp_path):
+    path = tmp_path / "net.safetensors"
+    released_network(path)
+    wider = {"episodes": 9, "train_budget": (1.0, 30.0), "max_steps": 8}
+    moved = load_policy(export_policy(path, tmp_path / "moved", env_args=wider))
+    assert moved.env.spec.episodes == 9
+    assert (moved.episodes, moved.agent.trained_episodes, moved.agent.net.trunk.spec) == (4, 4, ROOM.spec)
+    with pytest.warns(BeyondTraining, match="budgets from 1 to 3, not 9"):
+        moved.start(9)
+    # exported once more: the training stays where it was
+    further = load_policy(export_policy(tmp_path / "moved", tmp_path / "further", env_args={"episodes": 6}))
+    assert (further.episodes, further.card["trained_in"]["parameters"]["max_steps"]) == (4, ROOM.max_steps)
+    (limit,) = further.card["limits"]
+    assert limit.endswith("max_steps=5, here 8, episodes=4, here 6, train_budget=(1.0, 3.0), here (1.0, 30.0)")
+    home = {name: getattr(ROOM, name) for name in wider}
+    back = load_policy(export_policy(tmp_path / "further", tmp_path / "back", env_args=home))
+    assert (back.env, back.card["limits"]) == (ROOM, [])
+    assert "trained_in" not in back.card

@@ -29,14 +29,14 @@ from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.statistics import relative, summarise
 from safeicrl.optimisers.ddpg import Critics, Seen
 from safeicrl.policies.contenders import reference
-from safeicrl.show.robot_film import FRAMES, chosen_steps
+from safeicrl.show.films import FRAMES, chosen_steps
 
 pytest.importorskip("mujoco")
 
 from safeicrl.policies.policy import load_policy
 from safeicrl.recipes import PRESETS, STARTS_FROM, WORLDS, load_experiment, preset
 from safeicrl.show import demo
-from safeicrl.show.shoot import shoot
+from safeicrl.show.shoot import shoot_robot
 from safeicrl.train import train
 
 # -- the revealed environment
@@ -143,7 +143,7 @@ def test_a_preset_trains_evaluates_and_comes_back_as_a_policy(name, runs, monkey
     star, *lines = demo.contenders(world=name, policy=str(folder))
     assert [line.env for line in lines] == [shrunk(name).env]  # the same tasks
     monkeypatch.setattr(scene, "picture", no_screen)
-    film = shoot(star, 2.0)
+    film = shoot_robot(star, 2.0)
     assert "no screen; drawn from positions" in capsys.readouterr().out
     assert list(film.pictures) == [0, 1]
     assert film.steps[0] == 0

@@ -1,7 +1,7 @@
 """Safe in-context reinforcement learning in JAX: frozen agents that learn new tasks under a cost budget."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safeicrl.envs.registry import register_with_gymnasium
 from safeicrl.version import VERSION as __version__
@@ -17,13 +17,31 @@ _PUBLIC = {
     "summarise": "evaluation.statistics",
 }
 
-__all__ = [*_PUBLIC, "__version__"]
+# Type checkers and editors read names, not code that finds them.
+__all__ = [
+    "UserError",
+    "__version__",
+    "load_policy",
+    "load_results",
+    "make_env",
+    "run_trials",
+    "save_results",
+    "summarise",
+]
 
+if TYPE_CHECKING:
+    from safeicrl.envs.registry import make_env
+    from safeicrl.errors import UserError
+    from safeicrl.evaluation.archive import load_results, save_results
+    from safeicrl.evaluation.statistics import summarise
+    from safeicrl.policies.policy import load_policy
+    from safeicrl.trial import run_trials
+else:
 
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'safeicrl' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"safeicrl.{_PUBLIC[name]}"), name)
+    def __getattr__(name: str) -> Any:
+        if name not in _PUBLIC:
+            raise AttributeError(f"module 'safeicrl' has no attribute {name!r}")
+        return getattr(importlib.import_module(f"safeicrl.{_PUBLIC[name]}"), name)
 
 
 register_with_gymnasium()

@@ -4,7 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from safeicrl.envs.api import Key, PyTree
+from safeicrl.envs.api import Key, PyTree, replace
 from safeicrl.nets.guard import Verdict, tolerated
 from safeicrl.nets.heads import Categorical, Distribution, Levels, PolicyNet, TanhNormal
 from safeicrl.nets.transformer import Cache
@@ -20,6 +20,7 @@ class InContextAgent(eqx.Module):
     epsilon: jax.Array | None = None  # [] exploration added while training off-policy
     risk: jax.Array | float | None = None  # the guard's threshold; None: no guard
     temperature: float = eqx.field(static=True, default=1.0)  # 0: greedy
+    trained_episodes: int | None = eqx.field(static=True, default=None)  # K; None: no limit, see `read`
 
     def init(self, tasks: PyTree, rows: int) -> Cache:
         """An empty context."""
@@ -34,7 +35,7 @@ class InContextAgent(eqx.Module):
 
         That is the log-probability under the policy acted by and, with a guard, what the guard said and did.
         """
-        memory, features = self.net.trunk.step(memory, token, token.first)
+        memory, features = self.read(memory, token)
         policy = self.net.distribution(features)
         if self.temperature not in (0, 1):
             policy = policy.tempered(self.temperature)
@@ -48,6 +49,18 @@ class InContextAgent(eqx.Module):
             risks = guard.rate(features, self.net.trunk.spec.action.encode_scaled(candidates), token.ctg)
             return memory, *self._least_risky(policy, candidates, risks, risk)
         return memory, *self._allowed(policy, guard.judge(features, token.ctg, risk), key)
+
+    def read(self, memory: Cache, token: Token) -> tuple[Cache, jax.Array]:
+        """The network's features of the newest token of each row.
+
+        The network knows the indices of `trained_episodes` episodes, and goes wrong on larger ones. Every later
+        episode has the last index that it knows, so a trial can go on for as long as the user likes.
+        """
+        known = token
+        if self.trained_episodes is not None:
+            known = replace(token, episode=jnp.minimum(token.episode, self.trained_episodes - 1))
+        # not `known.first`: after single episodes of training, every start would count as a new trial
+        return self.net.trunk.step(memory, known, token.first)
 
     def _choose(self, policy: Distribution, key: Key) -> jax.Array:
         return policy.mode() if self.temperature == 0 else policy.sample(key)

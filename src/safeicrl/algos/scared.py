@@ -125,7 +125,7 @@ class Scared:
 
     def agent(self, state: ScaredState) -> Agent:
         """The policy, sampled as in training."""
-        return self.optimiser.agent(state.optimiser)
+        return dataclasses.replace(self.optimiser.agent(state.optimiser), trained_episodes=self.episodes)
 
     def card(self) -> dict[str, Any]:
         """What rebuilds the policy around its arrays."""

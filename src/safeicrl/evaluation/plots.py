@@ -10,6 +10,8 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import text_to_path
 
 from safeicrl.budgets import bin_of
 from safeicrl.errors import UserError
@@ -34,6 +36,7 @@ STYLE: dict[Any, Any] = {
     "grid.color": "#e6e6e6",
     "lines.linewidth": 1.6,
 }
+CORNER = 6  # size of the letters below a figure
 
 
 @mpl.rc_context(STYLE)
@@ -285,4 +288,24 @@ def _write_title(figure: Figure, text: str) -> None:
 
 
 def _write_corner(figure: Figure, text: str) -> None:
-    figure.supxlabel(text, fontsize=6, color="#888888", x=0.01, ha="left", wrap=True)
+    points = 72 * 0.98 * figure.get_figwidth()
+    lines = [line for part in text.splitlines() for line in _broken(part, points, CORNER)]
+    figure.supxlabel("\n".join(lines), fontsize=CORNER, color="#888888", x=0.01, ha="left")
+
+
+def _broken(text: str, width: float, size: float) -> list[str]:
+    """Text as lines of at most `width` points, all about as long: none of them a lone word."""
+    font = FontProperties(size=size)
+    measure = lambda words: text_to_path.get_text_width_height_descent(words, font, ismath=False)[0]  # noqa: E731
+    space, words = measure("a b") - measure("ab"), [(word, measure(word)) for word in text.split()]
+
+    def fill(limit: float) -> list[str]:
+        lines, used = [""], -space
+        for word, length in words:
+            if lines[-1] and used + space + length > limit:
+                lines, used = [*lines, ""], -space
+            lines[-1], used = f"{lines[-1]} {word}".lstrip(), used + space + length
+        return lines
+
+    fewest = fill(width)
+    return next(lines for share in np.linspace(0.3, 1, 71) if len(lines := fill(share * width)) == len(fewest))

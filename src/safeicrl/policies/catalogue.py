@@ -1,5 +1,6 @@
 """Where policies are found: those that ship, those in files, those of a run; and how one is built from its card."""
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +14,9 @@ from safeicrl.agents.decision import DecisionAgent
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.agents.mlp import MlpAgent
 from safeicrl.config import from_plain
-from safeicrl.envs.api import Discrete, Env
+from safeicrl.envs.api import Discrete, Env, EnvSpec
 from safeicrl.envs.registry import env_from_plain
-from safeicrl.errors import UserError, unknown_name
+from safeicrl.errors import UserError, check_integer, unknown_name
 from safeicrl.nets.decision_transformer import DecisionConfig, DecisionNet, unit_scales
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
@@ -47,6 +48,8 @@ def policy_file(path: Path) -> Path:
 
 def find_policy(name_or_path: str | Path) -> Path:
     """The file of a policy, however it is called: see `load_policy`."""
+    if not isinstance(name_or_path, str | os.PathLike) or not str(name_or_path):
+        raise UserError(f"a policy is the name of one that ships, or a path, got {name_or_path!r}")
     text, path = str(name_or_path), Path(name_or_path)
     if text in policy_names():
         return PRETRAINED / f"{text}.safetensors"
@@ -62,9 +65,21 @@ def find_policy(name_or_path: str | Path) -> Path:
     raise UserError(f"no policy and no run folder at {name_or_path}")
 
 
+def trained_env(card: dict[str, Any], env: Env) -> Env:
+    """The environment that a policy for `env` was trained in: the same one, unless it was exported for another."""
+    described = card.get("trained_in")
+    return env if described is None else env_from_plain(described["name"], described["parameters"])
+
+
+def trained_episodes(card: dict[str, Any], spec: EnvSpec) -> int:
+    """K of the trials of training: the algorithm's own setting if it has one, else the environment's."""
+    episodes = card.get("training", {}).get("algo", {}).get("config", {}).get("episodes")
+    return spec.episodes if episodes is None else check_integer("the card's number of episodes", episodes, 1)
+
+
 def _net(card: dict[str, Any], env: Env) -> Agent:
     net = PolicyNet(from_plain(NetConfig, card["net"], "net"), env.spec, jax.random.key(0))
-    return InContextAgent(net=net, risk=card.get("risk"))
+    return InContextAgent(net=net, risk=card.get("risk"), trained_episodes=trained_episodes(card, env.spec))
 
 
 def _decision(card: dict[str, Any], env: Env) -> Agent:
@@ -98,7 +113,8 @@ def load_agent(path: Path, card: dict[str, Any]) -> tuple[Env, Agent]:
         raise unknown_name("kind of policy", card["kind"], KINDS)
     try:
         env = env_from_plain(card["env"]["name"], card["env"]["parameters"])
-        form = eqx.filter_eval_shape(lambda: KINDS[card["kind"]](card, env))
+        # the network scales its inputs as in training, whatever the environment's numbers are now
+        form = eqx.filter_eval_shape(lambda: KINDS[card["kind"]](card, trained_env(card, env)))
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path.with_suffix('.json')} is an incomplete policy card: {error!r}") from None
     agent, _ = checkpoint.load(path, form, kind="policy")

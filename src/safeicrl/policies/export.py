@@ -26,8 +26,11 @@ from safeicrl.policies.catalogue import (
     policy_file,
     policy_names,
     run_policies,
+    trained_env,
 )
 from safeicrl.provenance import surroundings
+
+MOVED = "trained with other parameters of its environment"  # how that limit of a card begins
 
 
 def export_policy(
@@ -90,7 +93,7 @@ def _average(sources: Sequence[Path]) -> tuple[Agent, dict[str, Any]]:
     cards = {path: read_card(path) for path in sources}
     if len(cards) < len(sources):
         raise UserError(f"each policy counts once in an average, got {', '.join(map(str, sources))}")
-    agents = [load_agent(path, card)[1] for path, card in cards.items()]
+    agents: list[Any] = [load_agent(path, card)[1] for path, card in cards.items()]
     first, *others = cards
     for path, card in cards.items():
         if card["kind"] != "net":  # others have numbers beside their weights, such as the scales of their data
@@ -101,14 +104,19 @@ def _average(sources: Sequence[Path]) -> tuple[Agent, dict[str, Any]]:
             if card[what] != cards[first][what]:
                 words = _difference(cards[first][what], card[what])
                 raise UserError(f"{path} cannot be averaged with {first}, their {what} differs: {words}")
+    specs = [agent.net.trunk.spec for agent in agents]
+    if any(spec != specs[0] for spec in specs):
+        raise UserError(f"{', '.join(map(str, sources))} were trained in environments of different sizes")
 
     def mean(*arrays: jax.Array) -> jax.Array:
         return jnp.asarray(np.mean([np.asarray(x, np.float64) for x in arrays], axis=0), arrays[0].dtype)
 
-    weights = jax.tree.map(mean, *(eqx.filter(agent, eqx.is_inexact_array) for agent in agents))
+    # the networks alone: their agents may know different numbers of episodes
+    weights = jax.tree.map(mean, *(eqx.filter(agent.net, eqx.is_inexact_array) for agent in agents))
+    net = eqx.combine(weights, agents[0].net)
     kept = {key: value for key, value in cards[first].items() if key != "evaluation"}  # which is of the first alone
     averaged = [{"from": str(path), "training": cards[path].get("training", {})} for path in others]
-    return eqx.combine(weights, agents[0]), {**kept, "averaged_with": averaged}
+    return dataclasses.replace(agents[0], net=net), {**kept, "averaged_with": averaged}
 
 
 def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
@@ -121,11 +129,16 @@ def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
 
 def _move(card: dict[str, Any], own: Env, env: Env) -> None:
     """Make a card one for `env`; it says where the policy was trained."""
-    card["trained_in"], card["env"] = env_to_plain(own), env_to_plain(env)
+    trained = trained_env(card, own)  # not `own`, where it was exported for another environment before
+    old = [limit.replace(" and these environment parameters only", "") for limit in card.get("limits", [])]
+    card["limits"] = [limit for limit in old if not limit.startswith(MOVED)]
+    card["trained_in"], card["env"] = env_to_plain(trained), env_to_plain(env)
+    if trained == env:  # back at home
+        del card["trained_in"]
+        return
     before, now = card["trained_in"]["parameters"], card["env"]["parameters"]
     words = ", ".join(f"{name}={before[name]}, here {now[name]}" for name in before if before[name] != now[name])
-    old = [limit.replace(" and these environment parameters only", "") for limit in card.get("limits", [])]
-    card["limits"] = [f"trained with other parameters of its environment: {words}", *old]
+    card["limits"].insert(0, f"{MOVED}: {words}")
 
 
 def best_seed(folder: Path) -> int:

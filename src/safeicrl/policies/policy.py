@@ -6,11 +6,16 @@ action = policy.act(observation)
 while True:
     ...  # step the world; when an episode has ended, reset it
     action = policy.act(observation, reward, cost, terminated, truncated)
+
+A policy plays one trial at a time, in one thread at a time. `copy.copy(policy)` is another one, with the same
+weights and without a trial.
 """
 
+import contextlib
 import dataclasses
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +28,7 @@ from safeicrl.agents.api import Agent, with_options
 from safeicrl.envs.api import Env, Key, PyTree
 from safeicrl.errors import BeyondTraining, UserError, check_budget, check_integer, check_seed
 from safeicrl.policies.cards import read_card
-from safeicrl.policies.catalogue import find_policy, load_agent
+from safeicrl.policies.catalogue import find_policy, load_agent, trained_env, trained_episodes
 from safeicrl.tokens import Token, first_token, next_token, usable_budget
 
 
@@ -56,7 +61,20 @@ class Policy:
 
     def __init__(self, *, env: Env, agent: Agent, card: dict[str, Any]) -> None:
         self.env, self.agent, self.card = env, agent, card
+        self.trained = trained_env(card, env).spec
+        self._be_idle()
+
+    def _be_idle(self) -> None:
         self._trial: _Trial | None = None
+        self._acting = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no trial: the memory of this one is updated in place, so two policies must not share it."""
+        return {name: value for name, value in vars(self).items() if name not in ("_trial", "_acting")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._be_idle()
 
     def __repr__(self) -> str:
         return f"Policy({self.card.get('name', self.card['kind'])} for {self.card['env']['name']})"
@@ -74,13 +92,15 @@ class Policy:
         rows = check_integer("batch", batch if batch is not None else budgets.size, 1)
         if budgets.ndim == 1 and len(budgets) != rows:
             raise UserError(f"{len(budgets)} budgets were given for a batch of {rows}")
+        key = jax.random.key(check_seed(seed))
         self.warn_beyond(budgets=budgets)
-        self._trial = _Trial(
-            batched=batched,
-            budget=usable_budget(jnp.broadcast_to(budgets, (rows,)), self.env.spec),
-            memory=_remember(self.agent, rows, self.env.spec.trial_steps),
-            key=jax.random.key(check_seed(seed)),
-        )
+        with self._alone():
+            self._trial = _Trial(
+                batched=batched,
+                budget=usable_budget(jnp.broadcast_to(budgets, (rows,)), self.env.spec),
+                memory=_remember(self.agent, rows, self.env.spec.trial_steps),
+                key=key,
+            )
 
     def act(
         self,
@@ -95,56 +115,78 @@ class Policy:
         `reward`, `cost` and the end flags are those of the last step, left out on the first call after `start`.
         After an episode has ended, `observation` is the first one of the next episode.
         """
-        trial = self._trial
-        if trial is None:
-            raise UserError("act was called before start: begin with policy.start(budget=...)")
+        with self._alone():
+            trial = self._trial
+            if trial is None:
+                raise UserError("act was called before start: begin with policy.start(budget=...)")
+            token = self._token(trial, observation, reward, cost, terminated, truncated)
+            trial.memory, trial.key, trial.action = _act((self.agent, token, trial.key), trial.memory)
+            trial.token = token
+            if not trial.warned:
+                # in a batch, all rows: one that has finished may be waiting for the others
+                beyond = np.asarray(token.time).min() >= self.trained.max_steps
+                second = self.episodes == 1 and np.asarray(token.episode).min() >= 1
+                if beyond or second:
+                    trial.warned = True
+                    self.warn_beyond(episodes=1 + second, steps=self.trained.max_steps + beyond)
+            action = np.asarray(trial.action)
+        if trial.batched:
+            return action
+        return action[0] if self.env.spec.action.shape else int(action[0])
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Refuse a second thread instead of letting it wait: the steps of two worlds would make one mixed trial."""
+        if not self._acting.acquire(blocking=False):
+            raise UserError("the policy is acting in another thread: give each thread its own, copy.copy(policy)")
+        try:
+            yield
+        finally:
+            self._acting.release()
+
+    @property
+    def episodes(self) -> int:
+        """K of the trials it was trained on."""
+        return trained_episodes(self.card, self.trained)
+
+    def warn_beyond(self, *, budgets: Any = (), episodes: int = 0, steps: int = 0) -> None:
+        """Warn about budgets, episodes of a trial and steps of an episode that it was never trained on.
+
+        More than K episodes are no reason to warn: agents keep going (`InContextAgent.policy`, and Safe AD's window
+        slides as in training). A second episode is one, if training had single episodes only.
+        """
+        spec = self.trained
+        usable = lambda values: np.asarray(usable_budget(jnp.asarray(values, jnp.float32), spec))  # noqa: E731
+        known = getattr(self.agent, "known_budgets", spec.train_budget)  # of data, or of the trials it played
+        (low, high), asked = usable(known), np.ravel(usable(budgets))
+        outside = asked[(asked < low) | (asked > high)]
+        messages = [f"budgets from {low:g} to {high:g}, not {outside[0]:g}"] if len(outside) else []
+        if episodes > self.episodes == 1:
+            messages.append("single episodes: it does not learn from earlier ones")
+        if steps > spec.max_steps:
+            messages.append(f"episodes of at most {spec.max_steps} steps, not {steps}")
+        for message in messages:
+            warnings.warn(f"this policy was trained on {message}", BeyondTraining, stacklevel=3)
+
+    def _token(
+        self, trial: _Trial, observation: Any, reward: Any, cost: Any, terminated: Any, truncated: Any
+    ) -> Token:
+        """What `act` was told as the next token of the trial, or an error that says what is wrong with it."""
         rows = len(trial.budget)
         seen = self._observation(observation, trial.batched, rows)
         if trial.token is None:
             for name, value in (("reward", reward), ("cost", cost)):
                 if value is not None and np.any(np.asarray(value)):
                     raise UserError(f"the first call after start has no last step: {name} must be left out")
-            token = _first(self.env, jnp.asarray(seen), trial.budget)
-        else:
-            reward = _numbers("reward", reward, trial.batched, rows)
-            cost = _numbers("cost", cost, trial.batched, rows)
-            if (cost < 0).any():
-                raise UserError(f"cost must be ≥ 0, got {cost.min()}")
-            ends = [
-                _flags(n, v, trial.batched, rows) for n, v in (("terminated", terminated), ("truncated", truncated))
-            ]
-            token = _next(trial.token, seen, trial.action, reward, cost, ends[0] | ends[1], trial.budget)
-        trial.memory, trial.key, trial.action = _act((self.agent, token, trial.key), trial.memory)
-        trial.token = token
-        if not trial.warned:
-            past = np.asarray(token.episode) >= self.episodes, np.asarray(token.time) >= self.env.spec.max_steps
-            # of a batch, all rows: one that has finished its trial may be waiting for the others
-            if (past[0] | past[1]).all():
-                trial.warned = True
-                self.warn_beyond(episodes=self.episodes + 1)
-        action = np.asarray(trial.action)
-        if trial.batched:
-            return action
-        return action[0] if self.env.spec.action.shape else int(action[0])
-
-    @property
-    def episodes(self) -> int:
-        """K of the trials it was trained on: the algorithm's own setting where it has one, or the environment's."""
-        algo = self.card.get("training", {}).get("algo", {})
-        return algo.get("config", {}).get("episodes") or self.env.spec.episodes
-
-    def warn_beyond(self, *, budgets: Any = (), episodes: int = 0, steps: int = 0) -> None:
-        """Warn of what it was never trained on: budgets, episodes of a trial, steps of an episode."""
-        spec = self.env.spec
-        usable = lambda values: np.asarray(usable_budget(jnp.asarray(values, jnp.float32), spec))  # noqa: E731
-        known = getattr(self.agent, "known_budgets", spec.train_budget)  # of data, or of the trials it played
-        (low, high), asked = usable(known), np.ravel(usable(budgets))
-        outside = asked[(asked < low) | (asked > high)]
-        messages = [f"budgets from {low:g} to {high:g}, not {outside[0]:g}"] if len(outside) else []
-        if episodes > self.episodes or steps > spec.max_steps:
-            messages.append(f"trials of {self.episodes} episodes of {spec.max_steps} steps, not more")
-        for message in messages:
-            warnings.warn(f"this policy was trained on {message}", BeyondTraining, stacklevel=3)
+            return _first(self.env, jnp.asarray(seen), trial.budget)
+        reward = _numbers("reward", reward, trial.batched, rows)
+        cost = _numbers("cost", cost, trial.batched, rows)
+        if (cost < 0).any():
+            raise UserError(f"cost must be ≥ 0, got {cost.min()}")
+        ended = _flags("terminated", terminated, trial.batched, rows) | _flags(
+            "truncated", truncated, trial.batched, rows
+        )
+        return _next(trial.token, seen, trial.action, reward, cost, ended, trial.budget)
 
     def _observation(self, observation: Any, batched: bool, rows: int) -> np.ndarray:
         """The observation as [row, obs], or an error that says what an observation is."""

@@ -1,28 +1,23 @@
-"""The demo: the pretrained agent, where there is one, beside the reference lines, on tasks nobody has seen."""
+"""The demo: the pretrained agent, if there is one, beside the reference agents, on tasks nobody has seen."""
 
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
 from safeicrl.envs.api import Env
-from safeicrl.envs.dark_room import Room, SafeDarkRoom
+from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.envs.registry import make_env, nicks
-from safeicrl.envs.wrappers import Wrapped
 from safeicrl.errors import UserError, check_integer, unknown_name
 from safeicrl.evaluation import plots
 from safeicrl.evaluation.archive import save_results
 from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.tables import group, summary_table
 from safeicrl.policies.contenders import Contender, reference, released
-from safeicrl.show import robot_film as film
-from safeicrl.show.room_film import Replay, animate
-from safeicrl.show.shoot import shoot
-from safeicrl.trial import run_trials
+from safeicrl.show.films import save_film
+from safeicrl.show.shoot import shoot_robot, shoot_room, unwrapped
 
-REPLAY_BUDGET = 3.0  # in the room; elsewhere the middle of the test range
+ROOM_BUDGET = 3.0  # of a room's film; of a robot's, the middle of its test range
 
 
 def run(
@@ -34,7 +29,7 @@ def run(
     seed: int = 0,
     env: Env | None = None,
 ) -> list[Path]:
-    """Evaluate, print the table, leave figures, results and an animation in `out`; returns the files.
+    """Evaluate, print the table, leave figures, results and a film in `out`; returns the files.
 
     The star is `policy` (a path or a name), or what ships for the world. `env` is the world with other parameters.
     """
@@ -60,11 +55,11 @@ def run(
         plots.save(plots.over_budget(groups), out / "over-budget.png"),
     ]
     star = field[0]
-    if isinstance(star.env, SafeDarkRoom):
-        files.append(animate(replay(star, REPLAY_BUDGET, seed=seed), out / "one-room.gif"))
+    if isinstance(unwrapped(star.env), SafeDarkRoom):
+        files.append(save_film(shoot_room(star, ROOM_BUDGET, seed=seed), out / "one-room.gif"))
     else:
-        shot = shoot(star, float(np.mean(star.env.spec.test_budget)), seed=seed, console=console)
-        files.append(film.play(shot, out / "one-task.gif"))
+        budget = float(np.mean(star.env.spec.test_budget))
+        files.append(save_film(shoot_robot(star, budget, seed=seed, console=console), out / "one-task.gif"))
     _say_where(console, out, files)
     return files
 
@@ -95,41 +90,8 @@ def contenders(env: Env | None = None, *, world: str = "room", policy: str | Non
     if name not in (described["name"], described["parameters"].get("name")):
         raise UserError(f"the policy {policy} is for {described['name']}, not for {name}: safeicrl demo WORLD")
     if policy is not None:  # the lines on the same tasks, those of the policy's own environment
-        inner = star.env.inner if isinstance(star.env, Wrapped) else star.env
-        lines = [reference(line, inner) for line in names]
+        lines = [reference(line, unwrapped(star.env)) for line in names]
     return [star, *lines]
-
-
-def replay(contender: Contender, budget: float, *, seed: int = 0) -> Replay:
-    """One trial in one unseen room, step by step."""
-    env = contender.env
-    if not isinstance(env, SafeDarkRoom):
-        raise TypeError(f"a replay is drawn in SafeDarkRoom, not in {type(env).__name__}")
-    task_key, key = jax.random.split(jax.random.key(seed))
-    task: Room = env.sample_task(task_key, "test")
-    trials = run_trials(
-        env, contender.agent, jax.tree.map(lambda x: x[None, None], task), jnp.full((1, 1), budget), key,
-        episodes=env.episodes, steps=env.spec.trial_steps,
-    )  # fmt: skip
-    trials = jax.tree.map(lambda x: np.asarray(x[0]), trials)  # [time, ...]
-    paths, costs, reached = [], [], []
-    for episode in range(env.episodes):
-        here = trials.valid & (trials.token.episode == episode)
-        cells = np.concatenate([trials.token.observation[here][:1], trials.final_observation[here]])
-        paths.append([(int(row), int(column)) for row, column in cells])
-        costs.append(trials.cost[here].tolist())
-        reached.append(bool(trials.terminated[here].any()))
-    cells = np.argwhere(np.asarray(task.obstacles).reshape(env.size, env.size))
-    return Replay(
-        label=contender.label,
-        size=env.size,
-        goal=divmod(int(task.goal), env.size),
-        obstacles=[(int(row), int(column)) for row, column in cells],
-        budget=budget,
-        paths=paths,
-        step_costs=costs,
-        reached=reached,
-    )
 
 
 def _slug(label: str) -> str:

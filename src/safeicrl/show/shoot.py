@@ -1,4 +1,4 @@
-"""A robot's trial as a film: what it does on one unseen task, with pictures of its first and last episode."""
+"""One trial on one unseen task, played for the camera: the films of `films.py`, of a room or of a robot."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,15 +10,79 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from safeicrl.agents.api import WrappedAgent
+from safeicrl.agents.api import Agent, WrappedAgent
 from safeicrl.envs.api import Box, Env, EnvSpec, Key, PyTree, Split, Step, replace
+from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.envs.mujoco import models, scene
 from safeicrl.envs.wrappers import Wrapped
 from safeicrl.errors import UserError
 from safeicrl.policies.contenders import Contender
-from safeicrl.show.robot_film import Film, chosen_steps
+from safeicrl.show.films import RobotFilm, RoomFilm, chosen_steps
 from safeicrl.tokens import Token
-from safeicrl.trial import run_trials
+from safeicrl.trial import Trials, run_trials
+
+
+def unwrapped(env: Env) -> Any:
+    """The world itself, without what it may be wrapped in."""
+    return env.inner if isinstance(env, Wrapped) else env
+
+
+def shoot_room(contender: Contender, budget: float, *, seed: int = 0) -> RoomFilm:
+    """One trial in one unseen room."""
+    room = unwrapped(contender.env)
+    if not isinstance(room, SafeDarkRoom):
+        raise UserError(f"a room's film is shot in SafeDarkRoom, not in {type(room).__name__}")
+    task, episodes = _play(contender.env, contender.agent, budget, seed)
+    cells = np.argwhere(np.asarray(task.obstacles).reshape(room.size, room.size))
+    return RoomFilm(
+        label=contender.label,
+        size=room.size,
+        goal=divmod(int(task.goal), room.size),
+        obstacles=[(int(row), int(column)) for row, column in cells],
+        budget=budget,
+        paths=[[(int(row), int(column)) for row, column in _seen(episode)] for episode in episodes],
+        step_costs=[episode.cost.tolist() for episode in episodes],
+        reached=[bool(episode.terminated.any()) for episode in episodes],
+    )
+
+
+def shoot_robot(contender: Contender, budget: float, *, seed: int = 0, console: Console | None = None) -> RobotFilm:
+    """One trial of a robot on one unseen task, with pictures of its first and last episode."""
+    env, robot = contender.env, unwrapped(contender.env)
+    size = env.spec.observation.size  # type: ignore[union-attr]
+    task, episodes = _play(_Watched(env), _Unaware(agent=contender.agent, size=size), budget, seed)
+    poses = {index: _seen(episodes[index])[:, size:] for index in (0, len(episodes) - 1)}
+    steps = chosen_steps(max(len(path) - 1 for path in poses.values()))
+    return RobotFilm(
+        label=contender.label,
+        world=type(robot).__name__,
+        budget=budget,
+        rewards=[np.asarray(episode.reward) for episode in episodes],
+        costs=[np.asarray(episode.cost) for episode in episodes],
+        steps=steps,
+        pictures=_pictures(robot, task, poses, steps, console or Console()),
+    )
+
+
+def _play(env: Env, agent: Agent, budget: float, seed: int) -> tuple[Any, list[Trials]]:
+    """An unseen task, and the trial on it as one record per episode, [time, ...]."""
+    task_key, key = jax.random.split(jax.random.key(seed))
+    task = env.sample_task(task_key, "test")
+    trials = run_trials(
+        env, agent, jax.tree.map(lambda x: x[None, None], task), jnp.full((1, 1), budget), key,
+        episodes=env.spec.episodes, steps=env.spec.trial_steps,
+    )  # fmt: skip
+    trial = jax.tree.map(lambda x: np.asarray(x[0]), trials)
+    here = [trial.valid & (trial.token.episode == index) for index in range(env.spec.episodes)]
+    return task, [jax.tree.map(lambda x, mask=mask: x[mask], trial) for mask in here]
+
+
+def _seen(episode: Trials) -> np.ndarray:
+    """All observations of an episode, from its first to what its last step led to."""
+    return np.concatenate([episode.token.observation[:1], episode.final_observation])
+
+
+# -- a robot's joints and pictures --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -30,11 +94,8 @@ class _Watched:
     @property
     def spec(self) -> EnvSpec:
         own = self.env.spec
-        return replace(own, observation=Box(own.observation.size + self._joints))  # type: ignore[union-attr]
-
-    @property
-    def _joints(self) -> int:
-        return models.load(_robot(self.env).robot).nq
+        joints = models.load(unwrapped(self.env).robot).nq
+        return replace(own, observation=Box(own.observation.size + joints))  # type: ignore[union-attr]
 
     def sample_task(self, key: Key, split: Split) -> PyTree:
         return self.env.sample_task(key, split)
@@ -59,38 +120,6 @@ class _Unaware(WrappedAgent):
     def act(self, memory: PyTree, token: Token, key: Key) -> tuple[PyTree, jax.Array, PyTree]:
         own = replace(token, observation=token.observation[:, : self.size], previous=token.previous[:, : self.size])
         return self.agent.act(memory, own, key)
-
-
-def _robot(env: Env) -> Any:
-    """The MuJoCo world itself, without what it may be wrapped in."""
-    return env.inner if isinstance(env, Wrapped) else env
-
-
-def shoot(contender: Contender, budget: float, *, seed: int = 0, console: Console | None = None) -> Film:
-    """One trial of a robot on one unseen task, with pictures of its first and last episode."""
-    env, robot = contender.env, _robot(contender.env)
-    size = env.spec.observation.size  # type: ignore[union-attr]
-    task_key, key = jax.random.split(jax.random.key(seed))
-    task = env.sample_task(task_key, "test")
-    trials = run_trials(
-        _Watched(env), _Unaware(agent=contender.agent, size=size), jax.tree.map(lambda x: x[None, None], task),
-        jnp.full((1, 1), budget), key, episodes=env.spec.episodes, steps=env.spec.trial_steps,
-    )  # fmt: skip
-    trials = jax.tree.map(lambda x: np.asarray(x[0]), trials)  # [time, ...]
-    rewards, costs, poses = [], [], []
-    for episode in range(env.spec.episodes):
-        here = trials.valid & (trials.token.episode == episode)
-        seen = np.concatenate([trials.token.observation[here][:1], trials.final_observation[here]])
-        poses.append(seen[:, size:])
-        rewards.append(trials.reward[here])
-        costs.append(trials.cost[here])
-    shown = {episode: poses[episode] for episode in (0, env.spec.episodes - 1)}
-    steps = chosen_steps(max(len(path) - 1 for path in shown.values()))
-    pictures = _pictures(robot, task, shown, steps, console or Console())
-    return Film(
-        label=contender.label, world=type(robot).__name__, budget=budget, rewards=rewards, costs=costs,
-        steps=steps, pictures=pictures,
-    )  # fmt: skip
 
 
 def _pictures(
