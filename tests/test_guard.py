@@ -14,13 +14,18 @@ from probe import Push
 
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.algos.scared import Scared, ScaredConfig
+from safeicrl.cli import main
 from safeicrl.envs.api import Box, Discrete, EnvSpec
 from safeicrl.envs.dark_room import SafeDarkRoom
-from safeicrl.errors import UserError
-from safeicrl.nets.guard import Guard, check_risk, tolerated
+from safeicrl.envs.registry import env_to_plain
+from safeicrl.errors import UserError, check_risk
+from safeicrl.evaluation.archive import load_results
+from safeicrl.nets.guard import Guard, tolerated
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers.ppo import PPOConfig
+from safeicrl.policies.cards import save_policy
+from safeicrl.policies.policy import load_policy
 from safeicrl.trial import run_trials, sample_queue
 
 
@@ -238,3 +243,88 @@ def test_switched_off_the_guard_changes_nothing():
 
     off, without = (play(InContextAgent(n)) for n in (net, bare))
     np.testing.assert_array_equal(off.action, without.action)
+
+
+# -- in use
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    """A released policy of random weights whose guard is strict, with its file."""
+    config = NetConfig(width=16, heads=2, layers=1, context=12, guard=1, dtype="float32")
+    net = random_weights(functools.partial(PolicyNet, config, ROOM.spec), scale=3.0)
+    net = eqx.tree_at(lambda n: n.actor.second.weight, net, replace_fn=lambda x: 0.05 * x)
+    net = eqx.tree_at(lambda n: n.guard.head.second.weight, net, replace_fn=lambda x: 9 * x)
+    path = tmp_path_factory.mktemp("policy") / "guarded.safetensors"
+    card = {"kind": "net", "net": dataclasses.asdict(config), "env": env_to_plain(ROOM), "risk": 0.2}
+    save_policy(path, InContextAgent(net), card)
+    return path
+
+
+def play(policy, steps: int = 8, **options) -> list:
+    """Walk through the start cell's neighbours with nothing left of the budget; returns the reports."""
+    policy.start(budget=0, **options)
+    cells = [(1, 1), (1, 2), (2, 2), (2, 1), (1, 1), (0, 1), (0, 0), (1, 0)]
+    policy.act(cells[0])
+    reports = [policy.guard]
+    for cell in cells[1:steps]:
+        policy.act(cell, reward=0, cost=1)
+        reports.append(policy.guard)
+    return reports
+
+
+def test_a_policy_says_what_its_guard_did(guarded):
+    policy = load_policy(guarded)
+    assert policy.card["guard"] == "risk 0.2"
+    assert policy.guard is None
+    reports = play(policy)
+    assert [report.steps for report in reports] == list(range(1, 9))
+    assert reports[-1].interventions == sum(report.stepped_in for report in reports) > 0
+    assert all(0 <= report.risk <= 1 for report in reports)
+    batched = load_policy(guarded)
+    batched.start(budget=[0, 2])
+    batched.act([(1, 1), (1, 1)])
+    assert batched.guard.risk.shape == (2,)
+    assert batched.guard.risk[1] == 0  # nothing can break a budget of 2 in one step
+    strict, lenient = (sum(r.stepped_in for r in play(policy, risk=risk)) for risk in (0.001, 0.999))
+    assert strict >= reports[-1].interventions > lenient == 0
+
+
+def test_the_guard_is_off_by_one_switch(guarded):
+    policy = load_policy(guarded)
+    assert play(policy, guard=False) == [None] * 8
+    off = load_policy(guarded, guard=False)
+    assert off.card["guard"] == "off"
+    assert play(off) == [None] * 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"risk": 0}, "risk must be a number between 0 and 1, both excluded, got 0"),
+        ({"risk": 1.0}, r"both excluded, got 1\.0"),
+        ({"risk": 0.1, "guard": False}, r"a guard that is off has no risk: leave out risk 0\.1"),
+    ],
+)
+def test_wrong_options_of_a_guard(guarded, options, message):
+    with pytest.raises(UserError, match=message):
+        load_policy(guarded).start(budget=1, **options)
+
+
+def test_a_policy_without_a_guard_has_no_risk():
+    policy = load_policy("safe-dark-room")
+    with pytest.raises(UserError, match=r"this InContextAgent has no guard: leave out risk 0\.1"):
+        policy.start(budget=1, risk=0.1)
+    with pytest.raises(UserError, match="has no guard: leave out switching it off"):
+        load_policy("safe-dark-room", guard=False)
+
+
+def test_evaluate_takes_a_risk_or_switches_the_guard_off(guarded, tmp_path, capsys):
+    for options, words in ((["--risk", "0.01"], "risk 0.01"), (["--no-guard"], "off"), ([], "risk 0.2")):
+        out = tmp_path / words.replace(" ", "")
+        assert main(["evaluate", str(guarded), "--tasks", "4", "--out", str(out), *options]) == 0
+        assert load_results(out).meta["guard"] == words
+    assert main(["evaluate", str(guarded), "--risk", "2"]) == 2
+    assert capsys.readouterr().err.endswith("risk must be a number between 0 and 1, both excluded, got 2.0\n")
+    assert main(["evaluate", "--agent", "random", "--risk", "0.1"]) == 2
+    assert "the random agent has no guard" in capsys.readouterr().err

@@ -423,7 +423,7 @@ def seen_at(agent: InContextAgent, episode: int, *, start: bool = False) -> jax.
     memory, _ = agent.read(agent.extend(agent.init(None, 1), 5), first)
     memory, features = agent.read(memory, token)
     assert int(memory.age[0]) == 2  # nothing was forgotten
-    return np.asarray(policy.logits)
+    return np.asarray(agent.net.distribution(features).logits)
 
 
 @pytest.mark.parametrize("start", [False, True])

@@ -242,6 +242,10 @@ class Evaluate:
     episodes: int | None = None  # in a trial; K of the environment by default
     temperature: float | None = None  # of sampled actions; what the policy's card says by default
     greedy: bool = False  # the most probable action instead of a sampled one
+    risk: float | None = (
+        None  # chance of breaking the budget that the policy's guard tolerates; by default its card's
+    )
+    guard: bool = True  # whether the policy's guard is on, if it has one
     wipe: bool = False  # forget at every episode: what is in-context learning worth?
     seed: int = 0  # of tasks and actions: agents evaluated with one seed meet the same tasks
     rows: int | None = None  # trials at a time; 256 by default, on a CPU 32
@@ -293,8 +297,10 @@ def _contenders(asked: Evaluate) -> dict[str, Any]:
             raise UserError("a policy brings its own environment: leave out --env (--env-args may change it)")
         return released_seeds(
             asked.policy, env_args=parameters,
-            temperature=asked.temperature, greedy=asked.greedy, wipe=asked.wipe,
+            temperature=asked.temperature, greedy=asked.greedy, wipe=asked.wipe, risk=asked.risk, guard=asked.guard,
         )  # fmt: skip
+    if asked.risk is not None or not asked.guard:
+        raise UserError(f"the {asked.agent} agent has no guard: leave out --risk and --no-guard")
     if asked.greedy or asked.temperature is not None:
         raise UserError(f"the {asked.agent} agent has no temperature: leave out --greedy and --temperature")
     name, env = str(asked.agent), env_from_plain(asked.env or "safe-dark-room", parameters)

@@ -56,6 +56,14 @@ def check_seed(value: object, name: str = "seed") -> int:
     return int(value)  # type: ignore[call-overload]
 
 
+def check_risk(risk: object) -> float:
+    """Return `risk` if it lies strictly between 0 and 1, or say why not."""
+    number = isinstance(risk, int | float | np.number) and not isinstance(risk, bool)
+    if not number or not 0 < float(risk) < 1:  # type: ignore[arg-type]
+        raise UserError(f"risk must be a number between 0 and 1, both excluded, got {risk!r}")
+    return float(risk)  # type: ignore[arg-type]
+
+
 def check_range(name: str, value: tuple[float, float]) -> tuple[float, float]:
     """Return a range of budgets if it is one: two finite numbers ≥ 0, the second not below the first."""
     if len(value) != 2:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, replace
-from safeicrl.errors import UserError, check_number
+from safeicrl.errors import UserError, check_number, check_risk
 from safeicrl.tokens import Token, first_token
 
 
@@ -56,12 +56,20 @@ class WipedAgent(WrappedAgent):
 
 
 def with_options(
-    env: Env, agent: Agent, *, temperature: float | None = None, greedy: bool = False, wipe: bool = False
+    env: Env,
+    agent: Agent,
+    *,
+    temperature: float | None = None,
+    greedy: bool = False,
+    wipe: bool = False,
+    risk: float | None = None,
+    guard: bool = True,
 ) -> tuple[Agent, dict[str, Any]]:
-    """The agent with actions sampled at a temperature or greedy, and its context kept or wiped.
+    """The agent with actions sampled at a temperature or greedy, its context kept or wiped, its guard set or off.
 
-    Also returns both in words, for labels: {"actions": ..., "context": ...}.
+    Also returns all of it in words, for labels: {"actions": ..., "context": ...}, and "guard" if it has one.
     """
+    agent, guarded = _with_guard(agent, risk, guard)
     if greedy and temperature is not None:
         raise UserError(f"greedy contradicts temperature {temperature}; give one of them")
     has = dataclasses.is_dataclass(agent) and hasattr(agent, "temperature")
@@ -78,4 +86,26 @@ def with_options(
         actions = "greedy" if used == 0 else f"sampled, temperature {used:g}"
     context = "wiped at every episode" if wipe else "kept"
     agent = WipedAgent(agent=agent, spec=env.spec) if wipe else agent
-    return agent, {"actions": actions, "context": context}
+    return agent, {"actions": actions, "context": context, **guarded}
+
+
+def has_guard(agent: Agent) -> bool:
+    """Whether the agent's network has a guard, on or off."""
+    return getattr(getattr(agent, "net", None), "guard", None) is not None
+
+
+def _with_guard(agent: Agent, risk: float | None, guard: bool) -> tuple[Agent, dict[str, Any]]:
+    """The agent with its guard at `risk` (None: as it is) or off, and what to say of it."""
+    if not has_guard(agent):
+        if risk is not None or not guard:
+            asked = f"risk {risk}" if risk is not None else "switching it off"
+            raise UserError(f"this {type(agent).__name__} has no guard: leave out {asked}")
+        return agent, {}
+    if not guard and risk is not None:
+        raise UserError(f"a guard that is off has no risk: leave out risk {risk}")
+    if not guard:
+        agent = dataclasses.replace(agent, risk=None)  # type: ignore[type-var]
+    elif risk is not None:
+        agent = dataclasses.replace(agent, risk=check_risk(risk))  # type: ignore[type-var]
+    used = agent.risk  # type: ignore[attr-defined]
+    return agent, {"guard": "off" if used is None else f"risk {used:g}"}

@@ -16,9 +16,8 @@ from safeicrl.agents.api import Agent
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.budgets import budget_edges, is_over
 from safeicrl.envs.api import Env, Key, PyTree, record, replace
-from safeicrl.errors import UserError, check_integer, check_number
+from safeicrl.errors import UserError, check_integer, check_number, check_risk
 from safeicrl.nets.attention import MAX_TRIALS
-from safeicrl.nets.guard import check_risk
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers.ddpg import DDPG, DDPGConfig

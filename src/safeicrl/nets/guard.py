@@ -144,11 +144,3 @@ def tolerated(chance: jax.Array, risk: jax.Array | float) -> jax.Array:
     """The largest allowed risk, [..., 1]: the user's, or what the safest action cannot avoid, with some slack."""
     factor, more = SLACK
     return jnp.maximum(risk, factor * chance.min(-1, keepdims=True) + more)
-
-
-def check_risk(risk: object) -> float:
-    """Return `risk` if it lies strictly between 0 and 1, or say why not."""
-    number = isinstance(risk, int | float | np.number) and not isinstance(risk, bool)
-    if not number or not 0 < float(risk) < 1:  # type: ignore[arg-type]
-        raise UserError(f"risk must be a number between 0 and 1, both excluded, got {risk!r}")
-    return float(risk)  # type: ignore[arg-type]

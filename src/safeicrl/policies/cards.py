@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from safeicrl.envs.api import PyTree
-from safeicrl.errors import UserError, check_number
+from safeicrl.errors import UserError, check_number, check_risk
 from safeicrl.evaluation.archive import save_results
 from safeicrl.evaluation.results import Results
 from safeicrl.files import make_folder, read_json, write_json
@@ -66,6 +66,8 @@ def read_card(path: Path) -> dict[str, Any]:
             continue
         if not isinstance(card[field], own) or not all(isinstance(item, items) for item in card[field]):
             raise UserError(f"{file}: {field!r} must be {words}, got {card[field]!r:.60}")
+    if "risk" in card:
+        check_risk(card["risk"])
     if "temperature" in card:
         check_number(f"{file}: 'temperature'", card["temperature"], 0.0)
     return card

@@ -80,9 +80,11 @@ def released(
     temperature: float | None = None,
     greedy: bool = False,
     wipe: bool = False,
+    risk: float | None = None,
+    guard: bool = True,
 ) -> Contender:
     """A released policy, on its own environment or on one with other parameters (`env_args`)."""
-    policy = load_policy(name_or_path, temperature=temperature, greedy=greedy)
+    policy = load_policy(name_or_path, temperature=temperature, greedy=greedy, risk=risk, guard=guard)
     env = changed_env(policy.card, env_args or {})
     agent, how = with_options(env, policy.agent, wipe=wipe)
     label = _label(str(policy.card.get("name") or _name(Path(name_or_path))), wipe)

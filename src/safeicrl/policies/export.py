@@ -216,6 +216,7 @@ def _evaluation(path: Path, env: Env, card: dict[str, Any], how: dict[str, Any])
         raise UserError(f"{path} is of trials of {count} episodes, the environment's have {env.spec.episodes}")
     # a policy that was trained on single episodes was chosen, and is evaluated, with its context wiped
     expected = {"actions": how["actions"], "context": card.get("evaluation", {}).get("context", how["context"])}
+    expected |= {"guard": how.get("guard")}
     for what, ours in expected.items():
         if meta.get(what) != ours:
             raise UserError(f"{path} is of another way to act: {what} {meta.get(what)}; the policy's: {ours}")

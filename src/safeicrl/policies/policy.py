@@ -32,14 +32,24 @@ from safeicrl.policies.catalogue import find_policy, load_agent, trained_env, tr
 from safeicrl.tokens import Token, first_token, next_token, usable_budget
 
 
-def load_policy(name_or_path: str | Path, *, temperature: float | None = None, greedy: bool = False) -> "Policy":
-    """A released policy by name, by the path of its files, or the best one of the lowest seed in a run's folder."""
+def load_policy(
+    name_or_path: str | Path,
+    *,
+    temperature: float | None = None,
+    greedy: bool = False,
+    risk: float | None = None,
+    guard: bool = True,
+) -> "Policy":
+    """A released policy by name, by the path of its files, or the best one of the lowest seed in a run's folder.
+
+    Left out, `temperature` and `risk` are those of the policy's card; `guard=False` switches its guard off.
+    """
     path = find_policy(name_or_path)
     card = read_card(path)
     env, agent = load_agent(path, card)
     if temperature is None and not greedy:
         temperature = card.get("temperature")
-    agent, how = with_options(env, agent, temperature=temperature, greedy=greedy)
+    agent, how = with_options(env, agent, temperature=temperature, greedy=greedy, risk=risk, guard=guard)
     return Policy(env=env, agent=agent, card={**card, **how})
 
 
@@ -49,11 +59,23 @@ class _Trial:
 
     batched: bool
     budget: jax.Array  # [row]
+    agent: Agent  # with the risk of this trial
     memory: PyTree
     key: Key
+    guard: "GuardReport | None" = None  # what the guard has done so far
     token: Token | None = None  # the last one, [row]; None before the first call of `act`
     action: jax.Array | None = None  # [row]
     warned: bool = False  # that it goes on beyond what the policy was trained on
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GuardReport:
+    """What the guard did; in a batch every number is an array [row]."""
+
+    risk: Any  # predicted chance that the last action breaks the budget within the guard's depth
+    stepped_in: Any  # whether the guard replaced the policy's last action
+    steps: Any  # actions of this trial so far
+    interventions: Any  # how many of them the guard replaced
 
 
 class Policy:
@@ -79,12 +101,24 @@ class Policy:
     def __repr__(self) -> str:
         return f"Policy({self.card.get('name', self.card['kind'])} for {self.card['env']['name']})"
 
-    def start(self, budget: float | Sequence[float], *, batch: int | None = None, seed: int = 0) -> None:
+    def start(
+        self,
+        budget: float | Sequence[float],
+        *,
+        batch: int | None = None,
+        seed: int = 0,
+        risk: float | None = None,
+        guard: bool = True,
+    ) -> None:
         """Begin a trial on a new task (or on `batch` of them): forget everything, take the cost budget(s).
 
         `budget` holds for each episode of the trial. A list of budgets, or `batch`, makes it a batch: then
         every argument and result of `act` has a leading axis of that length.
+
+        With a guard, `risk` is the chance of breaking the budget that is tolerable at a step; left out, it is the
+        one the policy was loaded with. `guard=False` switches the guard off for this trial.
         """
+        agent, _ = with_options(self.env, self.agent, risk=risk, guard=guard)
         budgets = check_budget(budget)
         if budgets.ndim > 1:
             raise UserError(f"budget must be a number or a list of numbers, got shape {budgets.shape}")
@@ -98,7 +132,8 @@ class Policy:
             self._trial = _Trial(
                 batched=batched,
                 budget=usable_budget(jnp.broadcast_to(budgets, (rows,)), self.env.spec),
-                memory=_remember(self.agent, rows, self.env.spec.trial_steps),
+                agent=_with_risk_as_array(agent),
+                memory=_remember(agent, rows, self.env.spec.trial_steps),
                 key=key,
             )
 
@@ -120,8 +155,8 @@ class Policy:
             if trial is None:
                 raise UserError("act was called before start: begin with policy.start(budget=...)")
             token = self._token(trial, observation, reward, cost, terminated, truncated)
-            trial.memory, trial.key, trial.action = _act((self.agent, token, trial.key), trial.memory)
-            trial.token = token
+            trial.memory, trial.key, trial.action, said = _act((trial.agent, token, trial.key), trial.memory)
+            trial.token, trial.guard = token, _reported(trial.guard, said)
             if not trial.warned:
                 # in a batch, all rows: one that has finished may be waiting for the others
                 beyond = np.asarray(token.time).min() >= self.trained.max_steps
@@ -145,6 +180,14 @@ class Policy:
             self._acting.release()
 
     @property
+    def guard(self) -> GuardReport | None:
+        """What the guard predicted and did in this trial; None without one, or before the first action."""
+        trial = self._trial
+        if trial is None or trial.guard is None or trial.batched:
+            return None if trial is None else trial.guard
+        return GuardReport(**{name: value[0].item() for name, value in vars(trial.guard).items()})
+
+    @property
     def episodes(self) -> int:
         """K of the trials it was trained on."""
         return trained_episodes(self.card, self.trained)
@@ -152,7 +195,7 @@ class Policy:
     def warn_beyond(self, *, budgets: Any = (), episodes: int = 0, steps: int = 0) -> None:
         """Warn about budgets, episodes of a trial and steps of an episode that it was never trained on.
 
-        More than K episodes are no reason to warn: agents keep going (`InContextAgent.policy`, and Safe AD's window
+        More than K episodes are no reason to warn: agents keep going (`InContextAgent.read`, and Safe AD's window
         slides as in training). A second episode is one, if training had single episodes only.
         """
         spec = self.trained
@@ -248,9 +291,30 @@ def _remember(agent: Agent, rows: int, steps: int) -> PyTree:
 
 
 @eqx.filter_jit(donate="all-except-first")
-def _act(agent_token_key: tuple[Agent, Token, Key], memory: PyTree) -> tuple[PyTree, Key, jax.Array]:
-    """One step of the agent; its memory (a KV cache) is updated in place."""
+def _act(agent_token_key: tuple[Agent, Token, Key], memory: PyTree) -> tuple[PyTree, Key, jax.Array, PyTree]:
+    """One step of the agent, whose memory (a KV cache) is updated in place; last, what its guard said, if any."""
     agent, token, key = agent_token_key
     next_key, key = jax.random.split(key)
-    memory, action, _ = agent.act(memory, token, key)
-    return memory, next_key, action
+    memory, action, extras = agent.act(memory, token, key)
+    said = {name: extras[name] for name in ("risk", "stepped_in") if isinstance(extras, dict) and name in extras}
+    return memory, next_key, action, said
+
+
+def _with_risk_as_array(agent: Agent) -> Agent:
+    """As an argument of the compiled step and not a constant in it: another risk compiles nothing."""
+    risk = getattr(agent, "risk", None)
+    return agent if risk is None else dataclasses.replace(agent, risk=jnp.float32(risk))  # type: ignore[type-var]
+
+
+def _reported(before: GuardReport | None, said: dict[str, jax.Array]) -> GuardReport | None:
+    """The report after one more action."""
+    if not said:
+        return None
+    risk, stepped_in = np.asarray(said["risk"]), np.asarray(said["stepped_in"])
+    steps, interventions = (0, 0) if before is None else (before.steps, before.interventions)
+    return GuardReport(
+        risk=risk,
+        stepped_in=stepped_in,
+        steps=steps + np.ones_like(stepped_in, int),
+        interventions=interventions + stepped_in.astype(int),
+    )
