@@ -33,7 +33,10 @@ from safeicrl.tokens import Token, first_token, next_token, usable_budget
 
 
 def load_policy(name_or_path: str | Path, *, temperature: float | None = None, greedy: bool = False) -> "Policy":
-    """A released policy by name, by the path of its files, or the best one of the lowest seed in a run's folder."""
+    """A released policy, by its name or the path of its files. For a run folder: the best one of its lowest seed.
+
+    Actions are sampled at the `temperature` given here or in its card; `greedy` takes the most probable ones.
+    """
     path = find_policy(name_or_path)
     card = read_card(path)
     env, agent = load_agent(path, card)
@@ -53,7 +56,7 @@ class _Trial:
     key: Key
     token: Token | None = None  # the last one, [row]; None before the first call of `act`
     action: jax.Array | None = None  # [row]
-    warned: bool = False  # that it goes on beyond what the policy was trained on
+    warned: bool = False  # about going beyond what the policy was trained on
 
 
 class Policy:
@@ -82,7 +85,7 @@ class Policy:
     def start(self, budget: float | Sequence[float], *, batch: int | None = None, seed: int = 0) -> None:
         """Begin a trial on a new task (or on `batch` of them): forget everything, take the cost budget(s).
 
-        `budget` holds for each episode of the trial. A list of budgets, or `batch`, makes it a batch: then
+        `budget` is the limit on the cost of each episode. A list of budgets, or `batch`, makes it a batch: then
         every argument and result of `act` has a leading axis of that length.
         """
         budgets = check_budget(budget)
@@ -110,9 +113,9 @@ class Policy:
         terminated: Any = False,
         truncated: Any = False,
     ) -> Any:
-        """The next action, an int (or a vector); of a batch, an array [row] (or [row, action]).
+        """The next action: an int or a vector. In a batch: an array [row] or [row, action].
 
-        `reward`, `cost` and the end flags are those of the last step, left out on the first call after `start`.
+        `reward`, `cost` and the end flags are those of the last step. The first call after `start` leaves them out.
         After an episode has ended, `observation` is the first one of the next episode.
         """
         with self._alone():
@@ -157,7 +160,7 @@ class Policy:
         """
         spec = self.trained
         usable = lambda values: np.asarray(usable_budget(jnp.asarray(values, jnp.float32), spec))  # noqa: E731
-        known = getattr(self.agent, "known_budgets", spec.train_budget)  # of data, or of the trials it played
+        known = getattr(self.agent, "known_budgets", spec.train_budget)  # Safe AD knows those of its data
         (low, high), asked = usable(known), np.ravel(usable(budgets))
         outside = asked[(asked < low) | (asked > high)]
         messages = [f"budgets from {low:g} to {high:g}, not {outside[0]:g}"] if len(outside) else []
@@ -249,7 +252,7 @@ _next = jax.jit(next_token)
 
 @eqx.filter_jit
 def _remember(agent: Agent, rows: int, steps: int) -> PyTree:
-    """Memory for a whole trial; jitted, so that no two of its arrays share a buffer and `_act` may donate them."""
+    """Memory for a whole trial. Jitted: no two of its arrays then share a buffer, so `_act` can donate them."""
     return agent.extend(agent.init(None, rows), steps)
 
 
