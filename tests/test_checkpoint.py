@@ -88,14 +88,14 @@ def test_damaged_metadata_is_noticed(path):
 @pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04" + bytes(100), bytes(200)])
 def test_not_a_checkpoint(path, content):
     path.write_bytes(content)
-    assert "is no checkpoint" in refused(path)
+    assert "is not a checkpoint" in refused(path)
 
 
 def test_another_programs_safetensors(path):
     from safetensors.numpy import save_file
 
     save_file({"weight": np.zeros(3)}, path)
-    assert "is no checkpoint" in refused(path)
+    assert "is not a checkpoint" in refused(path)
 
 
 def test_missing_file(tmp_path):
@@ -211,10 +211,10 @@ def test_cards_are_checked(tmp_path):
     assert cards.read_card(path)["kind"] == "net"
     card = path.with_suffix(".json")
     card.write_text(json.dumps({"kind": "net"}))
-    with pytest.raises(UserError, match="no policy card"):
+    with pytest.raises(UserError, match="is not a policy card"):
         cards.read_card(path)
     card.write_text('{"kind": "net", ')
-    with pytest.raises(UserError, match="no policy card"):
+    with pytest.raises(UserError, match="policy card"):
         cards.read_card(path)
     card.write_text(json.dumps({"kind": "net", "env": {}, "format": 99}))
     with pytest.raises(UserError, match="format 99"):

@@ -137,7 +137,10 @@ def test_an_evaluation_takes_the_place_of_trainings(run, tmp_path, capsys):
     for changes, words in (
         ({"evaluation": f"{results}-seed11"}, "results-seed11 is the evaluation of another policy"),
         ({"evaluation": results, "temperature": 0.4}, "actions sampled, temperature 0.5; the policy's: sampled"),
-        ({"evaluation": tmp_path / "explorer.npz"}, "no result of safeicrl evaluate POLICY, but of explorer"),
+        (
+            {"evaluation": tmp_path / "explorer.npz"},
+            "result of safeicrl evaluate POLICY, got one of explorer",
+        ),
         ({"evaluation": tmp_path / "none.json"}, "no results file at"),
         ({"evaluation": path.with_suffix(".json")}, r"mine\.json is half a results file"),
     ):
@@ -161,7 +164,7 @@ def test_an_evaluation_takes_the_place_of_trainings(run, tmp_path, capsys):
     unclear = "does not say what was evaluated on which environment: "
     for changes, words in (
         (shorter, "of trials of 3 episodes, the environment's have 4$"),
-        ({"meta": {**without_card, "iteration": 7}}, "in training, which its policy's card has already$"),
+        ({"meta": {**without_card, "iteration": 7}}, "in training, which the card has already$"),
         ({"meta": {**found.meta, "env": {"parameters": {}}}}, f"{unclear}KeyError.'name'"),
         ({"meta": {**found.meta, "env": {"name": ["x"], "parameters": {}}}}, unclear),
         ({"meta": {**found.meta, "card": {"training": ["x"]}}}, unclear),
@@ -240,7 +243,7 @@ def test_what_cannot_be_averaged(run, tmp_path, capsys):
     line = refused(
         capsys, "export", str(run), "--seed", "11", "--average", str(first.parent), "--out", str(tmp_path / "x")
     )
-    assert "has no policy of seed 11; it has those of 3" in line
+    assert "has no policy of seed 11; it has seeds 3" in line
     incomplete = tmp_path / "incomplete.safetensors"
     net_policy(incomplete, 4)
     content = {key: value for key, value in cards.read_card(incomplete).items() if key != "net"}
@@ -271,8 +274,8 @@ def refused(capsys, *args: str) -> str:
         ("--out new", "export needs a policy .* and a file"),
         ("nowhere/at/all --out new", "no policy and no run folder at nowhere/at/all$"),
         ("safe-dark-rom --out new", "Did you mean 'safe-dark-room'"),
-        ("RUN --out new --seed 4", "has no policy of seed 4; it has those of 3, 10, 11$"),
-        ("RUN/best-seed3 --out new --seed 3", "is one policy: leave out --seed 3"),
+        ("RUN --out new --seed 4", "has no policy of seed 4; it has seeds 3, 10, 11$"),
+        ("RUN/best-seed3 --out new --seed 3", "is a single policy: leave out --seed 3"),
         ("RUN --out RUN", "--out must name the file to write, got the folder"),
         ("RUN --out RUN/best-seed3", r"best-seed3\.safetensors exists: choose another --out, or --overwrite$"),
         ("RUN --out taken --overwrite", r"^safeicrl: taken\.json is a folder: choose another --out$"),

@@ -121,7 +121,7 @@ def test_a_later_group_that_does_not_fit_one_byte_is_refused(tmp_path):
     out.append(group(2))
     odd = group(2)
     odd["reward"] = odd["reward"] - 0.5
-    with pytest.raises(UserError, match=r"reward.npy holds whole numbers from 0 to 255, reward -0.5 is none"):
+    with pytest.raises(UserError, match=r"reward.npy holds whole numbers from 0 to 255, got reward -0.5"):
         out.append(odd)
     assert open_histories(tmp_path / "h", partial=True).meta["complete"] == 2
 
@@ -140,7 +140,7 @@ def test_a_folder_that_is_none(tmp_path):
     with pytest.raises(UserError, match="no card of learning histories"):
         open_histories(tmp_path)
     (tmp_path / "histories.json").write_text("[1]")
-    with pytest.raises(UserError, match="is no card of learning histories"):
+    with pytest.raises(UserError, match="is not a card of learning histories"):
         open_histories(tmp_path)
 
 
@@ -163,7 +163,7 @@ def test_a_file_cut_short(folder, name):
 
 def test_a_file_missing_or_of_another_shape(folder):
     np.save(folder / "done.npy", np.zeros((9, 9, 9)))
-    with pytest.raises(UserError, match=r"done.npy is float64 \[9, 9, 9\], its card says uint8 \[4, 7\]"):
+    with pytest.raises(UserError, match=r"done.npy is float64 \[9, 9, 9\], but its card says uint8 \[4, 7\]"):
         open_histories(folder)
     (folder / "done.npy").write_bytes(b"x" * 1000)
     with pytest.raises(UserError, match=r"done.npy is damaged"):

@@ -123,7 +123,7 @@ def test_a_share_of_the_histories_is_whole_ones_in_the_same_program():
 
 
 def test_windows_that_do_not_fit_are_refused():
-    with pytest.raises(UserError, match="a window of 41 steps is longer than the longest history, 3"):
+    with pytest.raises(UserError, match="a window of 41 steps is longer than the longest history: 3"):
         make_windows(made(), 41)
     with pytest.raises(UserError, match="every 9th episode"):
         make_windows(made(), 12, stride=9)

@@ -12,7 +12,7 @@ from safeicrl.optimisers.lagrangian import Learner, LearnerState, PPOLagConfig
 
 
 def default_config(env: Env) -> PPOLagConfig:
-    """Settings to learn one task well and soon; learning histories are slower on purpose (collect.py)."""
+    """Settings to learn one task well and fast; learning histories are slower on purpose (histories/collect.py)."""
     if isinstance(env.spec.observation, Grid):
         return PPOLagConfig(iterations=100, epochs=2, learning_rate=1e-3, entropy=0.005)
     return PPOLagConfig(iterations=300, steps=150, epochs=8, minibatches=8, entropy=0.0)
@@ -25,7 +25,7 @@ class PPOLag:
         low, high = env.spec.train_budget
         if low != high:
             raise UserError(
-                f"ppo-lag learns one task under one cost limit, {type(env).__name__} has budgets from {low} to "
+                f"ppo-lag learns one task under one cost limit, but {type(env).__name__} has budgets from {low} to "
                 f"{high}: make it a FixedTask"
             )
         self.env, self.config, self.limit = env, config, float(low)

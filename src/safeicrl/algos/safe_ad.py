@@ -1,7 +1,7 @@
-"""Safe AD: algorithm distillation for safe reinforcement learning, the paper's supervised rival.
+"""Safe AD: algorithm distillation for safe reinforcement learning, the paper's supervised baseline.
 
-A decision transformer imitates, over windows that span episodes, the learning histories of a safe learner
-(histories.py), told at every step the return and cost that came of it. Acting, it is told what is wanted instead.
+A decision transformer imitates the learning histories of a safe learner (histories/), in windows of many episodes.
+In training, every step carries the return and the cost that followed it. In use, it carries those that are wanted.
 """
 
 import dataclasses
@@ -32,11 +32,11 @@ class SafeADConfig:
     batch: int = 512  # windows in a gradient step
     stride: int = 1  # every n-th episode of a history, so that a window spans learning progress
     share: float = 1.0  # of the histories
-    learning_rate: float = 3e-4  # Adam's, at its greatest
-    final_rate: float = 0.1  # share of the learning rate that a cosine leaves at the end
+    learning_rate: float = 3e-4  # Adam's, at its peak
+    final_rate: float = 0.1  # share of the learning rate left at the end of its cosine
     warmup: int = 500  # gradient steps
     betas: tuple[float, float] = (0.9, 0.99)  # Adam's
-    weight_decay: float = 0.0  # the paper's optimiser is Adam; above 0 it is AdamW
+    weight_decay: float = 0.0  # above 0 it is AdamW; the paper has Adam
     clip: float = 1.0  # norm of the gradient
     net: DecisionConfig = field(default_factory=DecisionConfig)
 
@@ -100,7 +100,7 @@ class SafeAD(eqx.Module):
         return {"kind": "decision", "net": dataclasses.asdict(self.config.net)}
 
     def update(self, state: SafeADState) -> tuple[SafeADState, dict[str, jax.Array]]:
-        """So many gradient steps on random windows."""
+        """`config.updates` gradient steps on random windows."""
         config = self.config
         key, learn_key = jax.random.split(state.key)
         # only arrays may be carried by a scan
@@ -133,7 +133,7 @@ class SafeAD(eqx.Module):
 
     @property
     def tokens(self) -> int:
-        """Tokens a step."""
+        """Tokens per step."""
         return 4 if self.config.net.tokens == "four" else 1
 
     @property

@@ -1,4 +1,4 @@
-"""Drawing a room with nothing but numpy: an RGB image or text. Used by the Gymnasium face and by plots.py."""
+"""Draws a room with numpy alone, as an RGB image or as text: for the Gymnasium face and for films."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ HALO = (245, 245, 245)
 def room_image(
     size: int, goal: Cell, obstacles: Sequence[Cell], path: Sequence[Cell], pixels: int = 32
 ) -> np.ndarray:
-    """A room as [size·pixels, size·pixels, 3] uint8; `path` are the cells of this episode, the agent's last."""
+    """A room as [size·pixels, size·pixels, 3] uint8. `path`: the cells of this episode, the agent's last."""
     image = np.tile(np.array(FLOOR, np.uint8), (size * pixels, size * pixels, 1))
     centre = (np.arange(pixels) - (pixels - 1) / 2) / pixels  # −½ … ½ across one cell
     y, x = np.meshgrid(centre, centre, indexing="ij")

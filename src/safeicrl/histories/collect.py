@@ -1,7 +1,7 @@
-"""Learning histories of PPO-Lagrangian: every task learned from scratch under every cost limit, each step kept.
+"""Learning histories of PPO-Lagrangian: every task learned from scratch under every cost limit, all steps kept.
 
-All learners of a group run in one vmapped program, a chunk of iterations a call. A group is written when it is
-complete (histories.py); started again with the same settings, a collection goes on after the last whole group.
+All learners of a group run in one vmapped program, a chunk of iterations per call. A group is written when it is
+complete (store.py). An interrupted collection, started again with the same settings, goes on after that group.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from safeicrl.optimisers.lagrangian import Learner, PPOLagConfig, Rollout
 from safeicrl.provenance import surroundings
 from safeicrl.signals import StopRequest
 
-CHUNK = 10  # iterations, about, in one call of the jitted program
+CHUNK = 10  # iterations in one call of the jitted program, about
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class CollectConfig:
 
 
 def default_config(env: Env) -> CollectConfig:
-    """The paper's 4M steps of a room; 2M steps at limit 0 elsewhere. Both learn all through their histories."""
+    """The paper's 4M steps for the room, 2M steps at limit 0 elsewhere. Both learn throughout their histories."""
     if isinstance(env.spec.observation, Grid):
         learner = PPOLagConfig(epochs=1, learning_rate=3e-4, multiplier_gain=0.0)
         return CollectConfig(learner=learner)
@@ -119,7 +119,7 @@ class Program:
         self.learner = Learner(env, config.learner)
         self.size = min(config.group, config.histories)
         side, longest = config.learner.envs, env.spec.max_steps
-        # The episodes that the last iteration cuts are left out; so many more steps make up for them.
+        # Episodes cut by the last iteration are left out: play that many steps more.
         needed = math.ceil((config.steps + side * (longest - 1)) / (side * config.learner.steps))
         self.calls = math.ceil(needed / CHUNK)
         self.chunk = math.ceil(needed / self.calls)
@@ -173,7 +173,7 @@ class Program:
         self, rows: np.ndarray, task: np.ndarray, limits: np.ndarray, stop: StopRequest
     ) -> dict[str, np.ndarray] | None:
         """The histories numbered `rows`, as the writer takes them; None when stopped."""
-        filled = np.resize(rows, self.size)  # the last group may be smaller: the program is not
+        filled = np.resize(rows, self.size)  # the last group may be smaller, the program has one size
         tasks, state = self.begin(jnp.asarray(filled, jnp.int32), jnp.asarray(task[filled], jnp.int32))
         parts = []
         for call in range(self.calls):
@@ -196,14 +196,13 @@ class Program:
 
 
 def arrange(played: dict[str, np.ndarray], steps: int, env: Env) -> dict[str, np.ndarray]:
-    """One history out of [env, time] arrays: whole episodes in the order in which they ended, the first `steps`."""
+    """One history from [env, time] arrays: the first `steps` steps of whole episodes, in the order of their ends."""
     done = played["done"]
     side, time = done.shape
     ends = np.where(done > 0, np.arange(time), time)
-    ends = np.minimum.accumulate(ends[:, ::-1], axis=1)[
-        :, ::-1
-    ]  # when each step's episode ended; `time`: it did not
-    # stable: the steps of an episode stay in order, and what never ended comes last
+    # when each step's episode ended; `time` if it did not
+    ends = np.minimum.accumulate(ends[:, ::-1], axis=1)[:, ::-1]
+    # stable: the steps of an episode stay in order; unfinished episodes come last
     order = np.argsort((ends * side + np.arange(side)[:, None]).ravel(), kind="stable")[:steps]
     flat = {name: values.reshape(-1, *values.shape[2:]) for name, values in played.items()}
     history = {name: flat[name][order] for name in STEPWISE}
@@ -214,8 +213,8 @@ def arrange(played: dict[str, np.ndarray], steps: int, env: Env) -> dict[str, np
 
 
 def progress_table(histories: Histories) -> Table:
-    """Mean return and cost of an episode at the start, middle and end of the histories, by limit."""
-    table = Table(title=f"{histories.meta['env']['name']}: return and cost of an episode while learning")
+    """Mean return and cost per episode at the start, middle and end of the histories, by limit."""
+    table = Table(title=f"{histories.meta['env']['name']}: return and cost per episode while learning")
     for name in ("limit", "histories", "episodes", "start", "middle", "end"):
         table.add_column(name, justify="right")
     for limit, line in learning_progress(histories).items():
@@ -227,11 +226,10 @@ def progress_table(histories: Histories) -> Table:
 def learning_progress(
     histories: Histories, begins: Sequence[float] = (0.0, 0.475, 0.95), length: float = 0.05
 ) -> dict[float, dict[str, Any]]:
-    """By limit: mean return and cost of the episodes that ended in parts of the histories.
+    """By limit: mean return and cost of the episodes that ended in some parts of the histories.
 
-    The parts are given by where they begin and their length, as shares of a history: its first, middle and last
-    twentieth by default. Means of each history's own mean: those that learn early, whose episodes are short and
-    many, weigh no more.
+    `begins` and `length` are shares of a history; by default the parts are its first, middle and last twentieth. A
+    mean is taken over each history first, so early learners, which have many short episodes, count no more than others.
     """
     found = {}
     steps = histories.reward.shape[1]

@@ -1,7 +1,7 @@
-"""Learning histories without a learner, for Safe AD-EPS: a planner that sees the room, under noise that dies down.
+"""Learning histories without a learner, for Safe AD-EPS: a planner that sees the room, with less and less noise.
 
-Each history is the exact planner (reference.py) on one task under one cost limit; a step's action is uniform with
-probability ε, which falls in a straight line from 1 at the first step to its floor after 90% of the history.
+Each history is the exact planner (agents/reference.py) on one task under one cost limit. An action is uniform with
+probability ε. It falls linearly from 1 at the first step to its floor after 90% of the history.
 """
 
 import time
@@ -27,7 +27,7 @@ from safeicrl.trial import run_trials
 
 @dataclass(frozen=True)
 class EpsConfig:
-    """How many demonstrations, and how noisy; the defaults are as many steps as the paper's data has."""
+    """How many demonstrations, and how noisy; by default as many steps as in the paper's data."""
 
     tasks: int = 27
     limits: tuple[float, ...] = (0.0, 2.5, 5.0)  # cost limits, each on every task
@@ -58,7 +58,7 @@ class Noisy:
 
 
 class NoisyPlanner(eqx.Module):
-    """The planner, a uniform action in its stead with probability ε."""
+    """The planner, or with probability ε a uniform action."""
 
     planner: PlannerAgent
     config: EpsConfig = eqx.field(static=True)
@@ -72,9 +72,9 @@ class NoisyPlanner(eqx.Module):
         return memory
 
     def act(self, memory: Noisy, token: Token, key: Key) -> tuple[Noisy, jax.Array, PyTree]:
-        """The planner's action, or any."""
+        """The planner's action, or a random one."""
         noise_key, action_key, plan_key = jax.random.split(key, 3)
-        # Once noise has broken the budget, waiting would help nobody: on to the goal by the cheapest route.
+        # Once noise has broken the budget, waiting is pointless: go to the goal by the cheapest route.
         asked = replace(token, ctg=jnp.where(token.ctg < 0, self.planner.env.max_steps, token.ctg))
         plan, action, _ = self.planner.act(memory.plan, asked, plan_key)
         noisy = jax.random.uniform(noise_key, action.shape) < self.epsilon(memory.step)
@@ -89,7 +89,7 @@ class NoisyPlanner(eqx.Module):
 
 
 def collect_demonstrations(env: Env, config: EpsConfig, *, out: str | Path) -> Histories:
-    """Write the demonstrations to `out` as learning histories; begins where an interrupted call stopped."""
+    """Write the demonstrations to `out` as learning histories; goes on where an interrupted call stopped."""
     if not isinstance(env, SafeDarkRoom):
         raise UserError(f"the eps demonstrator plans in SafeDarkRoom only, not in {type(env).__name__}")
     if config.steps < env.max_steps:
@@ -131,7 +131,7 @@ def _play(env: SafeDarkRoom, config: EpsConfig, tasks: PyTree, limits: jax.Array
 
 
 def _final(group: dict[str, np.ndarray], max_steps: int) -> np.ndarray:
-    """[history, steps // max_steps, obs] What the i-th truncated episode of a history led to."""
+    """The last observation of the i-th truncated episode of each history, [history, steps // max_steps, obs]."""
     ended, done = group.pop("ended"), group["done"]
     final = np.zeros((len(done), done.shape[1] // max_steps, ended.shape[-1]), ended.dtype)
     for row in range(len(done)):

@@ -1,9 +1,9 @@
 """Learning histories on disk: what learners did while they learned, episode by episode.
 
-A folder holds `histories.json` (what was collected, by whom, how much of it is complete) and one `.npy` an array,
-all of full size from the start and memory-mapped when opened. Histories are added a group at a time: the arrays
-first, `histories.json` last, so that a kill at any moment costs at most the group at hand, which is then
-collected again to the same bytes.
+A folder holds `histories.json` (what was collected, by which learner, how much of it is complete) and one `.npy` per
+array. Arrays have their full size from the start and are memory-mapped when opened. Histories are added in groups: the
+arrays first, `histories.json` last. A kill at any moment costs at most the present group, which is then collected
+again to the same bytes.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from safeicrl.errors import UserError
 from safeicrl.files import plain, read_json, write_json
 
 FORMAT = "safeicrl learning histories"
-VERSION = 1  # raised when folders of the old form can no longer be read
+VERSION = 1  # one more when older folders can no longer be read
 CARD = "histories.json"
 STEPWISE = ("observation", "action", "reward", "cost", "done")  # [history, step, ...]
 ARRAYS = (*STEPWISE, "final", "limit", "task")
@@ -32,9 +32,9 @@ CONTINUES, TERMINATED, TRUNCATED = range(3)  # what `done` says
 class Histories:
     """Opened histories, read-only. A window along `step` never crosses two of them.
 
-    A history is one learner on one task from its first step to its last. Where the learner ran several episodes
-    side by side, they stand here one after another, each whole, in the order in which they ended; only a history's
-    last episode may be cut by the end of the recording (`done` is 0 there).
+    A history is one learner on one task, from its first step to its last. Episodes that the learner ran side by side
+    are stored one after another, each whole, in the order of their ends. Only the last episode of a history may be cut
+    by the end of the recording (`done` is 0 there).
     """
 
     folder: Path
@@ -45,7 +45,7 @@ class Histories:
     reward: np.ndarray  # [history, step] uint8 where all are small whole numbers, else float32
     cost: np.ndarray  # [history, step] likewise
     done: np.ndarray  # [history, step] uint8: 0 the episode goes on, 1 terminated, 2 truncated
-    final: np.ndarray  # [history, steps // max_steps, obs] what the i-th truncated episode led to; unused rows 0
+    final: np.ndarray  # [history, steps // max_steps, obs] last observation of the i-th truncated episode, then 0
     limit: np.ndarray  # [history] float32, cost limit of the learner
     task: np.ndarray  # [history] int32, which of the tasks; histories of one task differ in limit
 
@@ -78,9 +78,8 @@ def open_histories(
 ) -> Histories:
     """The histories in `folder`, mapped into memory.
 
-    With `env`, histories of any other environment are refused. An unfinished collection is refused too, unless
-    `partial` asks for the histories that are complete. Sizes are always checked; `verify` reads everything and
-    checks it against its checksums.
+    With `env`, histories of any other environment are refused. An unfinished collection is refused too; `partial`
+    takes its complete histories. Sizes are always checked; `verify` reads everything and checks the checksums.
     """
     folder = Path(folder)
     meta = _read_card(folder)
@@ -99,7 +98,7 @@ def _read_card(folder: Path) -> dict[str, Any]:
         raise UserError(f"no learning histories at {folder}")
     meta = read_json(folder / CARD, "card of learning histories")
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        raise UserError(f"{folder / CARD} is no card of learning histories")
+        raise UserError(f"{folder / CARD} is not a card of learning histories")
     if meta.get("version") != VERSION:
         raise UserError(
             f"{folder} holds learning histories of version {meta.get('version')}, this library reads {VERSION}"
@@ -112,7 +111,7 @@ def _read_card(folder: Path) -> dict[str, Any]:
 
 
 def _env_of(folder: Path, meta: dict[str, Any], env: Env | None) -> Env:
-    """The environment of the histories; `env` itself where they are its own, registered or not."""
+    """The environment of the histories: `env` if they are its own, which then need not be registered."""
     name, parameters = meta["env"]["name"], meta["env"]["parameters"]
     if env is None:
         return env_from_plain(name, parameters)
@@ -139,10 +138,10 @@ def _map(folder: Path, name: str, meta: dict[str, Any]) -> np.ndarray:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except ValueError:
-        raise UserError(f"{path} is damaged: no NumPy array") from None
+        raise UserError(f"{path} is damaged: it is not a NumPy array") from None
     if list(array.shape) != expected["shape"] or array.dtype.name != expected["dtype"]:
         found = f"{array.dtype.name} {list(array.shape)}"
-        raise UserError(f"{path} is {found}, its card says {expected['dtype']} {expected['shape']}")
+        raise UserError(f"{path} is {found}, but its card says {expected['dtype']} {expected['shape']}")
     return array
 
 
@@ -164,7 +163,7 @@ def _digest(arrays: dict[str, np.ndarray]) -> str:
 
 
 class HistoryWriter:
-    """Adds groups of histories to a folder; begins where an interrupted collection of the same request stopped."""
+    """Adds groups of histories to a folder; goes on where an interrupted collection of the same request stopped."""
 
     def __init__(
         self,
@@ -176,7 +175,7 @@ class HistoryWriter:
         limit: np.ndarray,
         task: np.ndarray,
     ) -> None:
-        """`request` is all that decides the bytes: the environment ("env", described), the algorithm, the seed ...
+        """`request` is all that decides the bytes: the description of the environment, the algorithm, the seed, ...
 
         `limit` and `task` are [history].
         """
@@ -238,7 +237,7 @@ class HistoryWriter:
 
 
 def _check_same(folder: Path, meta: dict[str, Any], request: dict[str, Any]) -> None:
-    """An interrupted collection continues only as what it was."""
+    """Refuse to continue a collection with other settings."""
 
     def flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         if not isinstance(value, dict):
@@ -257,7 +256,7 @@ def _check_same(folder: Path, meta: dict[str, Any], request: dict[str, Any]) -> 
 
 
 def _type_of(name: str, values: np.ndarray, spec: EnvSpec) -> np.dtype:
-    """One byte where that loses nothing."""
+    """One byte per value if nothing is lost."""
     if name in ("observation", "final"):
         small = spec.observation.fits_byte
     elif name == "action":
@@ -276,12 +275,12 @@ def _exactly(folder: Path, name: str, values: np.ndarray, dtype: np.dtype) -> np
     """`values` in the file's type, which the first group chose."""
     if dtype == np.uint8 and values.dtype != np.uint8 and not _whole(values):
         bad = values[(values < 0) | (values > 255) | (values != np.floor(values))].flat[0]
-        raise UserError(f"{folder / name}.npy holds whole numbers from 0 to 255, {name} {bad} is none")
+        raise UserError(f"{folder / name}.npy holds whole numbers from 0 to 255, got {name} {bad}")
     return np.ascontiguousarray(values, dtype)
 
 
 def _create(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> dict[str, Any]:
-    """An array of zeros, sparse where the file system can; returns what the card says of it."""
+    """A file of zeros, sparse if the file system can; returns its entry in the card."""
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     try:
         with open(path, "wb") as file:
@@ -294,7 +293,7 @@ def _create(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> dict[str, An
 
 
 def _write_rows(path: Path, array: np.ndarray, first: int, total: int) -> None:
-    """Write rows of the array in `path`; not through a memory map, which a full disk would end by a signal."""
+    """Write rows of the array in `path`. Not through a memory map: a full disk would then kill the process."""
     row = array.nbytes // len(array)
     try:
         with open(path, "r+b") as file:

@@ -1,7 +1,7 @@
-"""Learning histories on the device, relabelled with what came of each step, cut into windows.
+"""Learning histories on the device: every step labelled with its return and cost to go, cut into windows.
 
-A window never crosses two histories. Where histories are longer than a window can show, every `stride`-th episode
-is kept, so that a window spans learning progress; the others are not lost: they form `stride` strands side by side.
+A window never crosses two histories. If histories are long, a window of every `stride`-th episode spans more learning
+progress. No episode is lost: a history becomes `stride` strands, and each episode is in one of them.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ class Windows:
 
     steps: Steps  # [step, ...]
     starts: jax.Array  # [start] int32, the histories in random order
-    count: jax.Array  # [] int32: only the first so many starts are used
+    count: jax.Array  # [] int32: only the first `count` starts are used
 
     def sample(self, key: Key, batch: int, length: int) -> Steps:
         """Random windows, [batch, length]."""
@@ -41,7 +41,7 @@ def to_go(values: np.ndarray, done: np.ndarray) -> np.ndarray:
 def make_windows(histories: Any, length: int, *, stride: int = 1, share: float = 1.0, seed: int = 0) -> Windows:
     """All windows of `length` steps of a `share` of the `histories` (a `Histories`, or arrays like its own).
 
-    The share is of whole histories, chosen by `seed`; it only moves `count`, so that shares run in one program.
+    The share is of whole histories, chosen by `seed`. It changes only `count`, so all shares use one program.
     """
     parts: list[Steps] = []
     starts: list[np.ndarray] = []  # of each history
@@ -55,7 +55,7 @@ def make_windows(histories: Any, length: int, *, stride: int = 1, share: float =
         begin, longest = begin + sizes.sum(), max(longest, *sizes)
     if not sum(len(own) for own in starts):
         every = f" with every {stride}th episode" if stride > 1 else ""
-        raise UserError(f"a window of {length} steps is longer than the longest history{every}, {longest} steps")
+        raise UserError(f"a window of {length} steps is longer than the longest history{every}: {longest} steps")
     shuffled = [starts[i].astype(np.int32) for i in np.random.default_rng(seed).permutation(len(starts))]
     used = sum(len(own) for own in shuffled[: max(1, round(share * len(shuffled)))])
     if used == 0:
@@ -67,7 +67,7 @@ def make_windows(histories: Any, length: int, *, stride: int = 1, share: float =
 def _strands(histories: Any, index: int, stride: int) -> tuple[Steps, np.ndarray]:
     """One history as strands of every `stride`-th episode, one after another, and their sizes, [stride].
 
-    An unfinished last episode is left out: what came of it is unknown.
+    An unfinished last episode is left out: its return and cost are unknown.
     """
     ends = np.flatnonzero(histories.done[index])
     whole = ends[-1] + 1 if len(ends) else 0

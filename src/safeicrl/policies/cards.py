@@ -1,4 +1,4 @@
-"""A released policy on disk: its arrays, the card that describes it, the evaluation the card speaks of."""
+"""A released policy on disk: its arrays, the card that describes it, and the evaluation in the card."""
 
 import os
 import tempfile
@@ -17,8 +17,8 @@ from safeicrl.version import VERSION
 def save_policy(path: Path, agent: PyTree, card: dict[str, Any], evaluation: Results | None = None) -> None:
     """Release a policy: `<name>.safetensors` with the agent's arrays, `<name>.json` with its card.
 
-    The `evaluation` that the card speaks of goes beside it as ordinary results, `<name>-evaluation.npz` + `.json`.
-    All are on the disk before the first takes its place: a full disk never leaves files of two policies.
+    The `evaluation` in the card is also saved beside it as ordinary results, `<name>-evaluation.npz` + `.json`.
+    All files are written before the first one is replaced, so a full disk never leaves files of two policies.
     """
     make_folder(path.parent)
     try:
@@ -30,7 +30,7 @@ def save_policy(path: Path, agent: PyTree, card: dict[str, Any], evaluation: Res
                 files = [new, new.with_suffix(".json")]
                 if evaluation is not None:
                     files += save_results(evaluation, new.with_name(f"{path.stem}-evaluation"))
-            except UserError as error:  # that names the file's place for the time being
+            except UserError as error:  # its message names the temporary folder
                 raise UserError(str(error).replace(str(new.parent), str(path.parent))) from None
             for file in files:
                 os.replace(file, path.with_name(file.name))
@@ -38,7 +38,7 @@ def save_policy(path: Path, agent: PyTree, card: dict[str, Any], evaluation: Res
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
 
-# What is read of a card, where it is there: its type, that of its items, and both in words.
+# The fields of a card that are read, if they are there: type, type of the items, and both in words.
 FIELDS: dict[str, tuple[type, type, str]] = {
     "kind": (str, str, "a string"),
     "env": (dict, object, "an object"),
@@ -56,7 +56,7 @@ def read_card(path: Path) -> dict[str, Any]:
     file = path.with_suffix(".json")
     card = read_json(file, "policy card")
     if not isinstance(card, dict) or not {"kind", "env", "format"} <= card.keys():
-        raise UserError(f"{file} is no policy card: it needs 'kind', 'env' and 'format'")
+        raise UserError(f"{file} is not a policy card: it needs 'kind', 'env' and 'format'")
     if card["format"] != FORMAT:
         raise UserError(
             f"{file} has format {card['format']}, this version of safeicrl ({VERSION}) reads format {FORMAT}"

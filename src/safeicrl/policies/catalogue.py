@@ -1,4 +1,4 @@
-"""Where policies are found: those that ship, those in files, those of a run; and how one is built from its card."""
+"""Finds policies (shipped, in files, in run folders) and builds an agent from a policy's card."""
 
 import os
 import re
@@ -23,7 +23,7 @@ from safeicrl.nets.transformer import NetConfig
 from safeicrl.policies import checkpoint
 
 PRETRAINED = Path(__file__).parent / "pretrained"
-SEED = re.compile(r"best-seed(\d+)")  # the name of the best policy of a run's seed
+SEED = re.compile(r"best-seed(\d+)")  # how a run names the best policy of a seed
 
 
 def policy_names() -> list[str]:
@@ -32,7 +32,7 @@ def policy_names() -> list[str]:
 
 
 def run_policies(folder: Path) -> dict[int, Path]:
-    """The best policy of each seed of a run, the lowest seed first."""
+    """The best policy of each seed of a run, lowest seed first."""
     files = [(SEED.fullmatch(path.stem), path) for path in folder.glob("best-seed*.safetensors")]
     found = {int(match[1]): path for match, path in files if match}
     if not found:
@@ -41,13 +41,13 @@ def run_policies(folder: Path) -> dict[int, Path]:
 
 
 def policy_file(path: Path) -> Path:
-    """The file of the policy that `path` names, with or without the extension of it or its card."""
+    """The file of the policy that `path` names: with its extension, its card's, or none."""
     stem = path.with_suffix("") if path.suffix in (".safetensors", ".json") else path
     return stem.with_name(f"{stem.name}.safetensors")
 
 
 def find_policy(name_or_path: str | Path) -> Path:
-    """The file of a policy, however it is called: see `load_policy`."""
+    """The file of a policy that is given in any of the ways `load_policy` takes."""
     if not isinstance(name_or_path, str | os.PathLike) or not str(name_or_path):
         raise UserError(f"a policy is the name of one that ships, or a path, got {name_or_path!r}")
     text, path = str(name_or_path), Path(name_or_path)
@@ -57,7 +57,7 @@ def find_policy(name_or_path: str | Path) -> Path:
         return next(iter(run_policies(path).values()))
     file = policy_file(path)
     if not file.exists() and path.suffix not in ("", ".json"):
-        file = path  # of an extension of its own
+        file = path  # the user gave it another extension
     if file.exists():
         return file
     if str(file) == f"{text}.safetensors" and len(file.parts) == 1:
@@ -92,12 +92,12 @@ def _mlp(card: dict[str, Any], env: Env) -> Agent:
     return MlpAgent.build(env.spec, tuple(card["hidden"]))
 
 
-# A card's "kind" → a function that builds an agent of that form; its arrays are then read from the file.
+# A card's "kind" → a function that builds such an agent; its arrays are then read from the file.
 KINDS: dict[str, Callable[[dict[str, Any], Env], Agent]] = {"net": _net, "decision": _decision, "mlp": _mlp}
 
 
 def changed_env(card: dict[str, Any], changes: dict[str, Any]) -> Env:
-    """The environment of a card with other values of some parameters, if the policy can still act in it."""
+    """The environment of a card with some parameters changed; refused if the policy cannot act in it."""
     described = card["env"]
     own, other = (env_from_plain(described["name"], {**described["parameters"], **more}) for more in ({}, changes))
     for what in ("observation", "action"):

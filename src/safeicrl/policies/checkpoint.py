@@ -1,7 +1,7 @@
 """Arrays on disk: the whole train state, or a released policy, in one safetensors file.
 
-The header carries JSON metadata and a SHA-256 over everything else, so a file is either complete and as written
-or refused with one line. Arrays are named by their path in the pytree; nothing is ever unpickled.
+The header holds JSON metadata and a SHA-256 of everything else. A file that is not exactly as it was written is
+refused with one line. Arrays are named by their path in the pytree; nothing is ever unpickled.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from safeicrl.errors import UserError
 from safeicrl.files import atomic_write, plain
 from safeicrl.version import VERSION
 
-FORMAT = 1  # raised when a file of the old form can no longer be read
+FORMAT = 1  # one more when older files can no longer be read
 
 # safetensors' own NumPy functions do not know bfloat16
 DTYPES = {
@@ -33,7 +33,7 @@ DTYPES = {
 
 
 def save(path: Path, tree: PyTree, *, kind: str, meta: dict[str, Any]) -> None:
-    """Write the array leaves of `tree` and `meta` to `path`; what was there stays until all is written."""
+    """Write the array leaves of `tree` and `meta` to `path`; the old file stays until the new one is complete."""
     arrays = {name: _to_numpy(leaf) for name, leaf in named_arrays(tree).items()}
     text = json.dumps(plain({**meta, "safeicrl": VERSION}), sort_keys=True)
     header = {"format": str(FORMAT), "kind": kind, "meta": text, "sha256": _digest(arrays, text)}
@@ -41,7 +41,7 @@ def save(path: Path, tree: PyTree, *, kind: str, meta: dict[str, Any]) -> None:
 
 
 def load(path: Path, like: PyTree, *, kind: str) -> tuple[PyTree, dict[str, Any]]:
-    """Read what `save` wrote into the form of `like` (arrays or their shapes); its other leaves stay.
+    """Read what `save` wrote into a tree like `like` (arrays or their shapes); its other leaves stay.
 
     Returns the tree and the metadata.
     """
@@ -88,8 +88,8 @@ def _name(path: tuple) -> str:
 
 
 def _header(path: Path, data: bytes, kind: str) -> dict[str, str]:
-    """The metadata of a safetensors file after the checks that need no array."""
-    no = UserError(f"{path} is no {kind} of safeicrl")
+    """The metadata of a safetensors file, checked as far as that is possible without its arrays."""
+    no = UserError(f"{path} is not a {kind} of safeicrl")
     if len(data) < 8:
         raise no
     (length,) = struct.unpack("<Q", data[:8])
@@ -186,7 +186,7 @@ def _from_numpy(path: Path, name: str, array: np.ndarray, like: Any) -> jax.Arra
 
 
 def _key_impl(like: Any) -> Any:
-    """The random generator of a key array; of the mere shape of one, through a traced stand-in."""
+    """The random generator of a key array; `like` may be its shape only, so it is read from a traced stand-in."""
     found: list[Any] = []
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), like)
     return found[0]

@@ -1,4 +1,4 @@
-"""Who can be evaluated: released policies by name or path, and the reference lines by name."""
+"""Who can be evaluated: released policies by name or path, and reference agents by name."""
 
 import warnings
 from collections.abc import Callable
@@ -26,12 +26,12 @@ class Contender:
     env: Env
     agent: Agent
     meta: dict[str, Any]
-    policy: Policy | None = None  # where it was released: knows what it was trained on
+    policy: Policy | None = None  # if it is a released one: knows what it was trained on
 
     def evaluate(
         self, *, budgets: tuple[float, float] | None = None, episodes: int | None = None, **settings: Any
     ) -> Results:
-        """`evaluate.evaluate` under its own label; warns of what is approximate or beyond a policy's training."""
+        """`evaluate.evaluate` under its own label; warns about approximate physics and what is beyond training."""
         if what := getattr(self.env, "approximation", None):
             real = "'args=[]'" if isinstance(self.env, Wrapped) else "engine=auto"
             words = f"evaluated with {what}; --env-args {real} takes the real one"
@@ -39,7 +39,7 @@ class Contender:
         if self.policy is not None:
             spec = self.env.spec
             asked = check_budget(budgets or spec.test_budget)
-            # made to forget, it meets every episode as a trial's first
+            # with its context wiped, every episode is the first one of a trial
             count = 1 if isinstance(self.agent, WipedAgent) else episodes or spec.episodes
             self.policy.warn_beyond(budgets=asked, episodes=count, steps=spec.max_steps)
         settings = {"label": self.label, **settings}
@@ -66,7 +66,7 @@ DESCRIPTIONS = {
 
 
 def reference(name: str, env: Env, *, wipe: bool = False) -> Contender:
-    """A reference line on `env`."""
+    """A reference agent on `env`."""
     if name not in REFERENCES:
         raise unknown_name("agent", name, REFERENCES)
     agent, how = with_options(env, REFERENCES[name](env), wipe=wipe)
@@ -93,7 +93,7 @@ def released(
 
 
 def released_seeds(name_or_path: str, **options: Any) -> dict[str, Contender]:
-    """`released`, by name; of a run's folder, every seed's best policy, all of one label: seeds of one agent."""
+    """`released`, by name. For a run folder: the best policy of every seed, with one label for all."""
     if name_or_path in policy_names() or not Path(name_or_path).is_dir():
         return {name_or_path: released(name_or_path, **options)}
     files = run_policies(Path(name_or_path))
@@ -101,7 +101,7 @@ def released_seeds(name_or_path: str, **options: Any) -> dict[str, Contender]:
 
 
 def _name(path: Path) -> str:
-    """What to call a policy whose card has no name: as its file, or as the run that it is a seed of."""
+    """The name of a policy whose card has none: its file's, or that of its run."""
     path = path.resolve()
     if path.stem.startswith("best-seed"):
         path = path.parent

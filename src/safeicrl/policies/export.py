@@ -1,4 +1,4 @@
-"""A policy to take elsewhere or to ship: one file and its card, out of a run, another file or by its name."""
+"""Export a policy, to move it or to ship it: one file and its card."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -47,13 +47,12 @@ def export_policy(
     evaluation: str | Path | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a policy and its card with what is given here; returns the file's path.
+    """Write a policy and its card, with the changes given here; returns the file's path.
 
-    Of a run's folder, the best policy of `seed`, by default of `best_seed`. Its weights stay as they are, unless
-    there are others to `average` them with: policies, or runs (then their policies of the same seed), of which one
-    was trained further from another, or several from one. `evaluation` is a results file of this policy, acting as
-    it will by its card, that takes the place of the evaluation in training. `env_args` are parameters of the
-    environment it is for, where they differ from those it was trained in.
+    For a run folder: the best policy of `seed`, by default that of `best_seed`. `average` names other policies, or
+    runs (then their policies of the same seed), to average the weights with; see `_average`. `evaluation` is a
+    results file of this policy, acting as its card will say. It replaces the evaluation from training. `env_args`
+    are the parameters in which the target environment differs from that of training.
     """
     target, source = _target(Path(out), overwrite), _source(name_or_path, seed)
     card = read_card(source)
@@ -68,13 +67,13 @@ def export_policy(
         if text is not None and not text.strip():
             raise UserError(f"the {what} of a policy must be words, got {text!r}")
     changes = {key: value for key, value in given.items() if value is not None}
-    # what is given comes first: who opens a card sees its name
+    # what is given comes first: a card opens with its name
     card = {**changes, **{key: value for key, value in card.items() if key not in changes}}
     _, how = with_options(env, agent, temperature=card.get("temperature"))
     if evaluation is not None:
         card["evaluation"] = _evaluation(Path(evaluation), env, card, how)
     elif env != own:
-        card.pop("evaluation", None)  # of another environment
+        card.pop("evaluation", None)  # it was in another environment
     card["limits"] = [*card.get("limits", []), *limits]
     where = surroundings()
     origin = source.stem if source.parent == PRETRAINED else str(source)
@@ -84,11 +83,10 @@ def export_policy(
 
 
 def _average(sources: Sequence[Path]) -> tuple[Agent, dict[str, Any]]:
-    """The first policy with the mean of the weights of all, and its card, which has the training of the others too.
+    """The first policy with the mean of all weights. Its card also holds the training of the others.
 
-    For policies of which one was trained further from the other, or several from one: between them the return is
-    about as high as at both ends, and their ways to be safe are mixed. Of unrelated runs the mean is good for
-    nothing.
+    Only for related policies: one was trained further from another, or several from one. The return between them is
+    about as high as at both ends, and their ways to be safe are mixed. The mean of unrelated policies is useless.
     """
     cards = {path: read_card(path) for path in sources}
     if len(cards) < len(sources):
@@ -96,7 +94,7 @@ def _average(sources: Sequence[Path]) -> tuple[Agent, dict[str, Any]]:
     agents: list[Any] = [load_agent(path, card)[1] for path, card in cards.items()]
     first, *others = cards
     for path, card in cards.items():
-        if card["kind"] != "net":  # others have numbers beside their weights, such as the scales of their data
+        if card["kind"] != "net":  # other kinds also store the scales of their data
             raise UserError(f"{path} is of kind {card['kind']!r}: only policies of kind 'net' can be averaged")
         if "averaged_with" in card:
             raise UserError(f"{path} is an average already: give its parts instead")
@@ -114,7 +112,8 @@ def _average(sources: Sequence[Path]) -> tuple[Agent, dict[str, Any]]:
     # the networks alone: their agents may know different numbers of episodes
     weights = jax.tree.map(mean, *(eqx.filter(agent.net, eqx.is_inexact_array) for agent in agents))
     net = eqx.combine(weights, agents[0].net)
-    kept = {key: value for key, value in cards[first].items() if key != "evaluation"}  # which is of the first alone
+    # the evaluation was of the first one alone
+    kept = {key: value for key, value in cards[first].items() if key != "evaluation"}
     averaged = [{"from": str(path), "training": cards[path].get("training", {})} for path in others]
     return dataclasses.replace(agents[0], net=net), {**kept, "averaged_with": averaged}
 
@@ -128,7 +127,7 @@ def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
 
 
 def _move(card: dict[str, Any], own: Env, env: Env) -> None:
-    """Make a card one for `env`; it says where the policy was trained."""
+    """Change a card to one for `env` that says where the policy was trained."""
     trained = trained_env(card, own)  # not `own`, where it was exported for another environment before
     old = [limit.replace(" and these environment parameters only", "") for limit in card.get("limits", [])]
     card["limits"] = [limit for limit in old if not limit.startswith(MOVED)]
@@ -142,7 +141,7 @@ def _move(card: dict[str, Any], own: Env, env: Env) -> None:
 
 
 def best_seed(folder: Path) -> int:
-    """The seed of a run whose best policy ranks first, by the trainer's own rule and what the cards say."""
+    """The seed of a run whose best policy ranks first, by the trainer's rule and the evaluations in the cards."""
     policies = run_policies(folder)
     if len(policies) == 1:
         return next(iter(policies))
@@ -154,7 +153,7 @@ def best_seed(folder: Path) -> int:
             return rank(Summary(**card["evaluation"]["summary"]), tolerance)
         except (KeyError, TypeError):
             raise UserError(
-                f"{policies[seed].with_suffix('.json')} has no evaluation to choose a seed by: give one, --seed"
+                f"{policies[seed].with_suffix('.json')} has no evaluation to choose a seed by: choose with --seed"
             ) from None
 
     return max(policies, key=place)
@@ -165,23 +164,23 @@ def _source(name_or_path: str | Path, seed: int | None) -> Path:
     if str(name_or_path) in policy_names() or not folder.is_dir():
         source = find_policy(name_or_path)
         if seed is not None:
-            raise UserError(f"{name_or_path} is one policy: leave out --seed {seed}, which chooses one of a run's")
+            raise UserError(f"{name_or_path} is a single policy: leave out --seed {seed}, which is for run folders")
         return source
     policies = run_policies(folder)
     seed = best_seed(folder) if seed is None else seed
     if seed not in policies:
-        raise UserError(f"{folder} has no policy of seed {seed}; it has those of {', '.join(map(str, policies))}")
+        raise UserError(f"{folder} has no policy of seed {seed}; it has seeds {', '.join(map(str, policies))}")
     return policies[seed]
 
 
 def _seed_like(source: Path, other: str | Path) -> int | None:
-    """The seed of a run's policy `source`, to choose the same one of the run `other`; None if there is none."""
+    """The seed of the policy `source`, to be taken from the run `other` too; None if either is not of a run."""
     seed = SEED.fullmatch(source.stem)
     return int(seed[1]) if seed and Path(other).is_dir() and str(other) not in policy_names() else None
 
 
 def _target(out: Path, overwrite: bool) -> Path:
-    """The file to write, with its extension, if it may be."""
+    """The file to write, with its extension; refused if it must not be written."""
     if out.is_dir() or out.name in ("", ".."):
         raise UserError(f"--out must name the file to write, got the folder {str(out)!r}")
     path = policy_file(out)
@@ -194,15 +193,15 @@ def _target(out: Path, overwrite: bool) -> Path:
 
 
 def _evaluation(path: Path, env: Env, card: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
-    """What a card says of a results file, if that is one of this policy as it acts in its own environment."""
+    """What a card says about a results file; refused unless it is of this policy, acting as by its card."""
     results = load_results(path)
     meta = results.meta
     evaluated, described = meta.get("card"), meta.get("env")
     if evaluated is None and "iteration" in meta:
-        raise UserError(f"{path} is an evaluation in training, which its policy's card has already")
+        raise UserError(f"{path} is an evaluation in training, which the card has already")
     if not isinstance(evaluated, dict) or not isinstance(described, dict):
         who = meta.get("agent", results.label)
-        raise UserError(f"{path} is no result of safeicrl evaluate POLICY, but of {who}")
+        raise UserError(f"{path} must be a result of safeicrl evaluate POLICY, got one of {who}")
     try:
         theirs, trained = env_from_plain(described["name"], described["parameters"]), _training(evaluated)
     except (KeyError, TypeError, AttributeError) as error:
@@ -225,6 +224,6 @@ def _evaluation(path: Path, env: Env, card: dict[str, Any], how: dict[str, Any])
 
 
 def _training(card: dict[str, Any]) -> dict[str, Any]:
-    """What tells policies apart: how, when and for how long each was trained, wherever its folder lay."""
+    """What tells policies apart: how, when and for how long each was trained, but not in which folder."""
     trained = {key: value for key, value in card.get("training", {}).items() if key != "command"}
     return {**trained, "averaged_with": [_training(other) for other in card.get("averaged_with", [])]}

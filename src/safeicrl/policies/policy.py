@@ -40,9 +40,10 @@ def load_policy(
     risk: float | None = None,
     guard: bool = True,
 ) -> "Policy":
-    """A released policy by name, by the path of its files, or the best one of the lowest seed in a run's folder.
+    """A released policy, by its name or the path of its files. For a run folder: the best one of its lowest seed.
 
-    Left out, `temperature` and `risk` are those of the policy's card; `guard=False` switches its guard off.
+    Actions are sampled at the `temperature` given here or in its card; `greedy` takes the most probable ones.
+    A guard works at the `risk` given here or in its card; `guard=False` switches it off.
     """
     path = find_policy(name_or_path)
     card = read_card(path)
@@ -65,7 +66,7 @@ class _Trial:
     guard: "GuardReport | None" = None  # what the guard has done so far
     token: Token | None = None  # the last one, [row]; None before the first call of `act`
     action: jax.Array | None = None  # [row]
-    warned: bool = False  # that it goes on beyond what the policy was trained on
+    warned: bool = False  # about going beyond what the policy was trained on
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,7 @@ class Policy:
     ) -> None:
         """Begin a trial on a new task (or on `batch` of them): forget everything, take the cost budget(s).
 
-        `budget` holds for each episode of the trial. A list of budgets, or `batch`, makes it a batch: then
+        `budget` is the limit on the cost of each episode. A list of budgets, or `batch`, makes it a batch: then
         every argument and result of `act` has a leading axis of that length.
 
         With a guard, `risk` is the chance of breaking the budget that is tolerable at a step; left out, it is the
@@ -145,9 +146,9 @@ class Policy:
         terminated: Any = False,
         truncated: Any = False,
     ) -> Any:
-        """The next action, an int (or a vector); of a batch, an array [row] (or [row, action]).
+        """The next action: an int or a vector. In a batch: an array [row] or [row, action].
 
-        `reward`, `cost` and the end flags are those of the last step, left out on the first call after `start`.
+        `reward`, `cost` and the end flags are those of the last step. The first call after `start` leaves them out.
         After an episode has ended, `observation` is the first one of the next episode.
         """
         with self._alone():
@@ -200,7 +201,7 @@ class Policy:
         """
         spec = self.trained
         usable = lambda values: np.asarray(usable_budget(jnp.asarray(values, jnp.float32), spec))  # noqa: E731
-        known = getattr(self.agent, "known_budgets", spec.train_budget)  # of data, or of the trials it played
+        known = getattr(self.agent, "known_budgets", spec.train_budget)  # Safe AD knows those of its data
         (low, high), asked = usable(known), np.ravel(usable(budgets))
         outside = asked[(asked < low) | (asked > high)]
         messages = [f"budgets from {low:g} to {high:g}, not {outside[0]:g}"] if len(outside) else []
@@ -286,7 +287,7 @@ _next = jax.jit(next_token)
 
 @eqx.filter_jit
 def _remember(agent: Agent, rows: int, steps: int) -> PyTree:
-    """Memory for a whole trial; jitted, so that no two of its arrays share a buffer and `_act` may donate them."""
+    """Memory for a whole trial. Jitted: no two of its arrays then share a buffer, so `_act` can donate them."""
     return agent.extend(agent.init(None, rows), steps)
 
 

@@ -17,7 +17,7 @@ from safeicrl.policies.contenders import Contender, reference, released
 from safeicrl.show.films import save_film
 from safeicrl.show.shoot import shoot_robot, shoot_room, unwrapped
 
-ROOM_BUDGET = 3.0  # of a room's film; of a robot's, the middle of its test range
+ROOM_BUDGET = 3.0  # in a room's film; a robot's film has the middle of its test range
 
 
 def run(
@@ -65,7 +65,7 @@ def run(
 
 
 def world_name(world: str) -> str:
-    """The environment meant by `point` or by its own name."""
+    """The name of an environment that is given by its short name (`point`) or its own."""
     known = nicks()
     if world in known.values():
         return world
@@ -75,7 +75,7 @@ def world_name(world: str) -> str:
 
 
 def contenders(env: Env | None = None, *, world: str = "room", policy: str | None = None) -> list[Contender]:
-    """The star first: the asked-for policy, or the one that ships where the world is its own, else a reference."""
+    """Who plays. The star is first: the given policy, else the one that ships, else a reference agent."""
     name = world_name(world)
     own = env or make_env(name)
     names = ("explorer", "planner", "random") if isinstance(own, SafeDarkRoom) else ("random",)
@@ -84,12 +84,12 @@ def contenders(env: Env | None = None, *, world: str = "room", policy: str | Non
         return lines
     star = released(policy or name)
     assert star.policy is not None
-    if star.policy.episodes == 1:  # it knows no second episode
+    if star.policy.episodes == 1:  # it was trained on single episodes
         star = released(policy or name, wipe=True)
     described = star.meta["card"]["env"]
     if name not in (described["name"], described["parameters"].get("name")):
         raise UserError(f"the policy {policy} is for {described['name']}, not for {name}: safeicrl demo WORLD")
-    if policy is not None:  # the lines on the same tasks, those of the policy's own environment
+    if policy is not None:  # the reference agents play in the policy's own environment, on the same tasks
         lines = [reference(line, unwrapped(star.env)) for line in names]
     return [star, *lines]
 

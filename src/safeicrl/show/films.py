@@ -17,7 +17,7 @@ from safeicrl.files import atomic_write
 
 HOLD = 12  # the last frame stays as long as this many others
 PANELS = 6  # episodes of a room's film, at most
-FRAMES = 40  # of a robot's film, at most: of a longer episode it shows every second, third, ... step
+FRAMES = 40  # of a robot's film, at most: a longer episode shows every second or third step
 BROKEN = "#bb0000"  # a broken budget, and the line of the budget
 
 
@@ -92,7 +92,7 @@ class RoomFilm:
 
 
 def chosen_episodes(episodes: int) -> list[int]:
-    """Which episodes of a room's trial to show, the first and the last among them: dense where most is learned."""
+    """The episodes of a room's trial to show, first and last included; denser early, where most is learned."""
     spread = np.geomspace(1, episodes, PANELS).round().astype(int)
     return sorted({int(number) - 1 for number in spread})
 
