@@ -196,7 +196,7 @@ class Program:
 
 
 def arrange(played: dict[str, np.ndarray], steps: int, env: Env) -> dict[str, np.ndarray]:
-    """One history from [env, time] arrays: the first `steps` steps of whole episodes, in the order of their ends."""
+    """One history from [env, time] arrays: the first `steps` steps of whole episodes, in the order they ended."""
     done = played["done"]
     side, time = done.shape
     ends = np.where(done > 0, np.arange(time), time)
@@ -229,7 +229,7 @@ def learning_progress(
     """By limit: mean return and cost of the episodes that ended in some parts of the histories.
 
     `begins` and `length` are shares of a history; by default the parts are its first, middle and last twentieth. A
-    mean is taken over each history first, so early learners, which have many short episodes, count no more than others.
+    mean is taken over each history first: early learners, which have many short episodes, count no more than others.
     """
     found = {}
     steps = histories.reward.shape[1]

@@ -1,9 +1,9 @@
 """Learning histories on disk: what learners did while they learned, episode by episode.
 
-A folder holds `histories.json` (what was collected, by which learner, how much of it is complete) and one `.npy` per
-array. Arrays have their full size from the start and are memory-mapped when opened. Histories are added in groups: the
-arrays first, `histories.json` last. A kill at any moment costs at most the present group, which is then collected
-again to the same bytes.
+A folder holds `histories.json` (what was collected, by which learner, how much of it is complete) and one `.npy`
+per array. Arrays have their full size from the start and are memory-mapped when opened. Histories are added in
+groups: the arrays first, `histories.json` last. A kill at any moment costs at most the present group, which is then
+collected again to the same bytes.
 """
 
 import hashlib
@@ -32,9 +32,9 @@ CONTINUES, TERMINATED, TRUNCATED = range(3)  # what `done` says
 class Histories:
     """Opened histories, read-only. A window along `step` never crosses two of them.
 
-    A history is one learner on one task, from its first step to its last. Episodes that the learner ran side by side
-    are stored one after another, each whole, in the order of their ends. Only the last episode of a history may be cut
-    by the end of the recording (`done` is 0 there).
+    A history is one learner on one task, from its first step to its last. Episodes that the learner ran side by
+    side are stored one after another, each whole, in the order of their ends. Only the last episode of a history
+    may be cut by the end of the recording (`done` is 0 there).
     """
 
     folder: Path

@@ -1,7 +1,7 @@
 """Learning histories on the device: every step labelled with its return and cost to go, cut into windows.
 
-A window never crosses two histories. If histories are long, a window of every `stride`-th episode spans more learning
-progress. No episode is lost: a history becomes `stride` strands, and each episode is in one of them.
+A window never crosses two histories. If histories are long, a window of every `stride`-th episode spans more
+learning progress. No episode is lost: a history becomes `stride` strands, and each episode is in one of them.
 """
 
 from typing import Any
