@@ -229,7 +229,7 @@ def learning_progress(
     """By limit: mean return and cost of the episodes that ended in some parts of the histories.
 
     `begins` and `length` are shares of a history; by default the parts are its first, middle and last twentieth. A
-    mean is taken over each history first: early learners, which have many short episodes, count no more than others.
+    mean is taken over each history first: early learners have many short episodes, and count no more than others.
     """
     found = {}
     steps = histories.reward.shape[1]
