@@ -521,10 +521,6 @@ def test_the_papers_form_of_the_off_policy_optimiser():
             "ddpg.capacity must be at least the rows of an iteration, got 1024 < 2048",
         ),
         (
-            lambda: config("ppo", net=dataclasses.replace(TINY, context=11)),
-            "net.context must hold a whole trial of 12 tokens, got 11",
-        ),
-        (
             lambda: config("ppo", penalty=PenaltyConfig(source="replay")),
             "penalty.source replay needs the optimiser that has one, ddpg, got 'ppo'",
         ),

@@ -60,28 +60,36 @@ def test_a_cache_that_grows_in_segments_changes_nothing(rows):
     np.testing.assert_allclose(grown, whole, rtol=1e-5, atol=1e-5)
 
 
-def windowed(context: int):
-    """Attention written out: every query sees its own trial's last `context` tokens, in every layer."""
-
-    def attend(q, k, v, trial):
-        time = np.arange(q.shape[1])
-        age = time[:, None] - time[None, :]
-        seen = (trial[:, :, None] == trial[:, None, :]) & ((age >= 0) & (age < context))[None]
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
-        weights = jnp.exp(scores - scores.max(-1, keepdims=True)) * seen[:, None]
-        return jnp.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), v)
-
-    return attend
+def windowed(q, k, v, trial, window: int):
+    """Attention written out: every query sees its own trial's last `window` tokens, in every layer."""
+    time = np.arange(q.shape[1])
+    age = time[:, None] - time[None, :]
+    seen = (trial[:, :, None] == trial[:, None, :]) & ((age >= 0) & (age < window))[None]
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
+    weights = jnp.exp(scores - scores.max(-1, keepdims=True)) * seen[:, None]
+    return jnp.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), v)
 
 
 @pytest.mark.parametrize("cuts", [(), (4,)], ids=["at once", "grown just before the ring closes"])
 def test_a_short_context_is_a_sliding_window_in_every_layer(rows, monkeypatch, cuts):
     """A ring of 5 slots, trials of up to 14 tokens: old tokens are overwritten, restarts happen in mid-ring."""
     net = network(context=5)
-    stepped = step_by_step(net, rows.token, cuts)
-    monkeypatch.setattr(transformer, "attend", windowed(5))
+    stepped, learned = step_by_step(net, rows.token, cuts), forward(net, rows.token, rows.trial)
+    monkeypatch.setattr(transformer, "attend", windowed)
     reference = eqx.filter_jit(net.forward)(rows.token, rows.trial)
-    np.testing.assert_allclose(stepped[rows.valid], reference[rows.valid], rtol=1e-4, atol=1e-4)
+    for found in (stepped, learned):  # acting with a ring, and learning on whole rows
+        np.testing.assert_allclose(found[rows.valid], reference[rows.valid], rtol=1e-4, atol=1e-4)
+    assert np.abs(learned - forward(network(), rows.token, rows.trial))[rows.valid].max() > 0.1
+
+
+def test_blocks_of_queries_read_the_keys_of_their_window():
+    """Longer than a block of queries: the first keys that a block reads are not the row's first."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 150, 2, 4)), jnp.float32) for _ in range(3))
+    trial = jnp.asarray((np.arange(150) > 70).astype(int)[None].repeat(2, 0))
+    for window in (1, 30, 100, 400):
+        found = attention.attend(q, k, v, trial, window)
+        np.testing.assert_allclose(found, windowed(q, k, v, trial, window), rtol=1e-4, atol=1e-5)
 
 
 def test_one_layer_forgets_all_but_the_window(rows):
@@ -165,11 +173,11 @@ def random_qkv(steps: int, dtype=jnp.float32, dim: int = 8):
     return q, k, v, jnp.asarray(trial, jnp.int32)
 
 
-def attention_by_hand(q, k, v, trial):
+def attention_by_hand(q, k, v, trial, window: int = 1000):
     q, k, v, trial = (np.asarray(x, np.float64) for x in (q, k, v, trial))
     out = np.zeros_like(v)
     for row, t, head in np.ndindex(*q.shape[:3]):
-        past = [s for s in range(t + 1) if trial[row, s] == trial[row, t]]
+        past = [s for s in range(max(t + 1 - window, 0), t + 1) if trial[row, s] == trial[row, t]]
         scores = k[row, past, head] @ q[row, t, head] / np.sqrt(q.shape[-1])
         weights = np.exp(scores - scores.max())
         out[row, t, head] = weights @ v[row, past, head] / weights.sum()
@@ -180,7 +188,9 @@ def attention_by_hand(q, k, v, trial):
 def test_block_causal_attention_by_hand(steps):
     q, k, v, trial = random_qkv(steps)
     np.testing.assert_allclose(
-        jax.jit(attention.attend)(q, k, v, trial), attention_by_hand(q, k, v, trial), atol=1e-5
+        jax.jit(attention.attend, static_argnums=4)(q, k, v, trial, q.shape[1]),
+        attention_by_hand(q, k, v, trial),
+        atol=1e-5,
     )
 
 
@@ -188,7 +198,7 @@ def test_long_rows_have_at_most_a_dozen_blocks(monkeypatch):
     """The number of blocks is bounded by growing them; the result stays."""
     monkeypatch.setattr(attention, "CHUNK", 4)
     q, k, v, trial = random_qkv(100)
-    program = jax.jit(attention._attend_blocks).lower(q, k, v, trial)
+    program = jax.jit(attention._attend_blocks, static_argnums=4).lower(q, k, v, trial, q.shape[1])
     assert program.as_text().count("stablehlo.dot_general") == 2 * 12
     found = program.compile()(q, k, v, trial)
     np.testing.assert_allclose(found, attention_by_hand(q, k, v, trial), atol=1e-5)
@@ -197,7 +207,8 @@ def test_long_rows_have_at_most_a_dozen_blocks(monkeypatch):
 @pytest.mark.parametrize(
     ("dtype", "dim", "tolerance"), [("float32", 8, 1e-4), ("float32", 6, 1e-4), ("bfloat16", 8, 0.05)]
 )
-def test_the_fused_kernels_trial_code_is_as_good_as_a_mask(monkeypatch, dtype, dim, tolerance):
+@pytest.mark.parametrize("window", [80, 20])
+def test_the_fused_kernels_trial_code_is_as_good_as_a_mask(monkeypatch, dtype, dim, tolerance, window):
     """cuDNN runs on GPUs only; the same call computed by XLA shows that the one-hot code keeps trials apart."""
     real = jax.nn.dot_product_attention
 
@@ -208,10 +219,10 @@ def test_the_fused_kernels_trial_code_is_as_good_as_a_mask(monkeypatch, dtype, d
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", on_any_machine)
     q, k, v, trial = random_qkv(80, jnp.dtype(dtype), dim)
-    fused = jax.jit(attention._attend_fused)(q, k, v, trial)
+    fused = jax.jit(attention._attend_fused, static_argnums=4)(q, k, v, trial, window)
     assert fused.shape == v.shape
     np.testing.assert_allclose(
-        np.asarray(fused, np.float32), attention_by_hand(q, k, v, trial), rtol=tolerance, atol=tolerance
+        np.asarray(fused, np.float32), attention_by_hand(q, k, v, trial, window), rtol=tolerance, atol=tolerance
     )
 
 

@@ -97,6 +97,20 @@ def random_trials():
     return env, jax.tree.map(np.asarray, tasks), np.floor(np.asarray(budgets)), jax.tree.map(np.asarray, trials)
 
 
+def test_every_trial_may_have_a_length_of_its_own():
+    """Two steps an episode: trials of one, then three episodes, and a row whose trials are the longest allowed."""
+    env = SafeDarkRoom(size=5, obstacles=1, max_steps=4)
+    tasks = jax.tree.map(lambda x: jnp.repeat(x, 2, 1), one_room(env, (0, 2), [(1, 2)], rows=2))
+    trials = run_trials(
+        env, Script(jnp.array([UP, UP])), tasks, jnp.full((2, 2), 2.0), KEY,
+        episodes=3, steps=9, lengths=jnp.array([[1, 3], [3, 3]]),
+    )  # fmt: skip
+    assert np.asarray(trials.trial)[0].tolist() == [0, 0, 1, 1, 1, 1, 1, 1, 1]
+    assert np.asarray(trials.valid)[0].tolist() == [True] * 8 + [False]
+    assert np.asarray(trials.token.episode)[0, :8].tolist() == [0, 0, 0, 0, 1, 1, 2, 2]
+    assert np.asarray(trials.trial_done)[1].tolist() == [False] * 5 + [True] + [False] * 3
+
+
 def test_every_step_obeys_the_task_of_its_place_in_the_queue(random_trials):
     env, tasks, _, trials = random_trials
     rows = np.arange(64)[:, None]
