@@ -72,6 +72,9 @@ class TableAlgorithm:
             bad_share=jnp.float32(self.config.bad_share),
         )
 
+    def start_from(self, state: TableState, other: TableState) -> TableState:
+        return replace(state, table=other.table)
+
     def agent(self, state: TableState) -> TableAgent:
         return TableAgent(table=state.table, size=self.env.size)
 

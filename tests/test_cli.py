@@ -12,7 +12,6 @@ import pytest
 from standin import ROOM, TableAgent, TableConfig
 
 from safeicrl import cli
-from safeicrl import recipes as presets
 from safeicrl.algos.scared import ScaredConfig
 from safeicrl.cli import main
 from safeicrl.config import from_plain
@@ -24,7 +23,8 @@ from safeicrl.log import read_metrics
 from safeicrl.optimisers.ppo import PPOConfig
 from safeicrl.policies import catalogue
 from safeicrl.policies.policy import load_policy
-from safeicrl.recipes import Experiment, load_experiment
+from safeicrl.recipes.presets import PRESETS, Preset
+from safeicrl.recipes.recipe import Experiment, Recipe, load_experiment
 from safeicrl.show.demo import contenders, run
 from safeicrl.show.shoot import shoot_room
 from safeicrl.signals import StopRequest
@@ -36,7 +36,8 @@ from safeicrl.version import VERSION
 def table_preset(monkeypatch):
     train = TrainConfig(iterations=2, checkpoint_minutes=0.0, evaluation=EvalConfig(every=0, tasks=20, rows=20))
     experiment = Experiment(env=ROOM, algo=TableConfig(), train=train)
-    monkeypatch.setitem(presets.PRESETS, "table", lambda: experiment)
+    recipe = Recipe.single("table", experiment)
+    monkeypatch.setitem(PRESETS, "table", Preset(summary="A table.", make=lambda: recipe))
 
 
 def refused(capsys, *args) -> str:
@@ -79,6 +80,14 @@ def refused(capsys, *args) -> str:
         ("train --algo.ddpg.no-pessimism --minutes 3", "algo.ddpg.pessimism False is not supported"),
         ("train --resume nowhere", "no training run at"),
         ("train --resume nowhere --preset table", "leave out --preset"),
+        ("train --like nowhere", "no training run at nowhere/config.json$"),
+        ("train --like nowhere --preset table", "--like repeats a stored run: leave out --preset and --line$"),
+        (
+            "train --preset table --line privileged",
+            "--line privileged is for the presets point, .*not for table",
+        ),
+        ("train --preset point --line told", "unknown line 'told'; known: memoryless, privileged"),
+        ("train --algo scared --line privileged", "--algo and --env say what to train: leave out"),
         ("evaluate", "needs either a policy"),
         ("evaluate safe-dark-rom", "unknown policy 'safe-dark-rom'"),
         ("evaluate runs/nothing", "no policy and no run folder at runs/nothing$"),
@@ -124,7 +133,9 @@ def test_help_and_version(capsys):
         main(["train", "--preset", "table", "--help"])
     assert not leaving.value.code
     shown = capsys.readouterr().out
-    for option in ("--minutes", "--seeds", "--env.size", "--algo.lr", "--evaluation.every", "--resume", "--out"):
+    for option in ("--minutes", "--seeds", "--env.size", "--algo.lr", "--evaluation.every"):
+        assert option in shown
+    for option in ("--preset", "--line", "--like", "--resume", "--out"):
         assert option in shown
 
 
@@ -134,7 +145,7 @@ NO_HELP = re.compile(r"(--[\w.-]+)(?:, --[\w.-]+)?(?: (?:\{[^}]*\}(?:\|\S+)*|[A-
 
 @pytest.mark.parametrize(
     "args",
-    ["evaluate", "export", "collect", "plot", "demo", *(f"train --preset {name}" for name in presets.PRESETS)],
+    ["evaluate", "export", "collect", "plot", "demo", *(f"train --preset {name}" for name in PRESETS)],
 )
 def test_every_option_has_a_line_of_help(capsys, args):
     with pytest.raises(SystemExit):
@@ -152,8 +163,11 @@ def test_the_version_is_the_packages():
 def test_names_are_listed(capsys):
     assert main(["list"]) == 0
     shown = capsys.readouterr().out
-    for name in ("safe-dark-room", "explorer", "scared", "darkroom-small"):
+    for name in ("safe-dark-room", "explorer", "scared"):
         assert name in shown
+    assert len(PRESETS) <= 15  # the table of these tests is one
+    for name, found in PRESETS.items():  # each on one line, with its machine and its time
+        assert re.search(rf"^ *{name} +{re.escape(found.summary)} *$", shown, re.MULTILINE)
 
 
 def test_train_resume_and_plot(tmp_path, capsys):
@@ -170,7 +184,7 @@ def test_train_resume_and_plot(tmp_path, capsys):
     assert (tmp_path / "figures" / "training.png").stat().st_size > 5000
     capsys.readouterr()
     (out / "config.json").write_text("{}")
-    assert "no training run" in refused(capsys, "train", "--resume", str(out))
+    assert "is not a training run" in refused(capsys, "train", "--resume", str(out))
 
 
 def test_evaluate_writes_results(tmp_path, capsys):

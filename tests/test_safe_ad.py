@@ -28,7 +28,7 @@ from safeicrl.log import read_metrics
 from safeicrl.nets.decision_transformer import DecisionConfig, DecisionNet, Steps, drop, dropout_key, unit_scales
 from safeicrl.policies import checkpoint
 from safeicrl.policies.policy import Policy, load_policy
-from safeicrl.recipes import preset
+from safeicrl.recipes.presets import experiment, preset
 from safeicrl.train import EvalConfig, TrainConfig, train
 from safeicrl.trial import run_trials, sample_queue
 
@@ -409,15 +409,13 @@ def test_the_command_line_collects_them(tmp_path, capsys):
     assert "unknown maker of histories 'nobody'; known: eps, ppo-lag" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "name", ["darkroom-safe-ad", "darkroom-safe-ad-tuned", "darkroom-safe-ad-small", "point-safe-ad"]
-)
-def test_presets_are_the_papers_tables(name):
-    if name == "point-safe-ad":
-        pytest.importorskip("mujoco")
-    algo = preset(name).algo
-    sizes = (algo.net.embedding, algo.net.width, algo.net.layers, algo.net.heads, algo.net.context, algo.batch)
-    room, point = (64, 512, 8, 8, 100, 512), (512, 256, 8, 8, 200, 128)
-    table = {"darkroom-safe-ad": room, "darkroom-safe-ad-tuned": room, "point-safe-ad": point}
-    assert sizes == table.get(name, sizes)
-    assert algo_name(algo) == "safe-ad"
+def sizes(algo: SafeADConfig) -> tuple[int, ...]:
+    return (algo.net.embedding, algo.net.width, algo.net.layers, algo.net.heads, algo.net.context, algo.batch)
+
+
+def test_the_sizes_are_those_of_the_papers_table():
+    room = (64, 512, 8, 8, 100, 512)
+    assert sizes(experiment("safe-ad", "safe-dark-room").algo) == room
+    assert sizes(preset("darkroom-safe-ad-tuned").stages[0].experiment.algo) == room
+    pytest.importorskip("mujoco")
+    assert sizes(experiment("safe-ad", "safe-dark-point").algo) == (512, 256, 8, 8, 200, 128)

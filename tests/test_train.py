@@ -43,6 +43,7 @@ def same_arrays(one: Path, other: Path) -> None:
 
 
 def timeless(folder: Path) -> list[dict]:
+    """The log without what depends on the clock."""
     clock = ("seconds", "steps_per_second", "steps_per_second/seeds")
     return [{k: v for k, v in line.items() if k not in clock} for line in read_metrics(folder / "metrics.jsonl")]
 
@@ -69,9 +70,9 @@ def same_best(one: Path, other: Path) -> None:
     """The same policy, and the evaluation and the card that belong to it."""
     assert (one / "best-seed0.safetensors").read_bytes() == (other / "best-seed0.safetensors").read_bytes()
     assert results_equal(*(load_results(folder / "best-seed0-evaluation") for folder in (one, other)))
-    cards = [cards.read_card(folder / "best-seed0.safetensors") for folder in (one, other)]
-    assert cards[0]["training"]["iteration"] == cards[1]["training"]["iteration"]
-    assert cards[0]["evaluation"]["summary"] == cards[1]["evaluation"]["summary"]
+    first, second = (cards.read_card(folder / "best-seed0.safetensors") for folder in (one, other))
+    assert first["training"]["iteration"] == second["training"]["iteration"]
+    assert first["evaluation"]["summary"] == second["evaluation"]["summary"]
 
 
 @pytest.mark.parametrize("at", ["best-seed0.json", "best-seed0-evaluation.json"])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import json
 import warnings
 from pathlib import Path
@@ -33,8 +32,10 @@ from safeicrl.show.films import FRAMES, chosen_steps
 
 pytest.importorskip("mujoco")
 
+from safeicrl.log import read_metrics
 from safeicrl.policies.policy import load_policy
-from safeicrl.recipes import PRESETS, STARTS_FROM, WORLDS, load_experiment, preset
+from safeicrl.recipes.presets import preset
+from safeicrl.recipes.recipe import load_experiment
 from safeicrl.show import demo
 from safeicrl.show.shoot import shoot_robot
 from safeicrl.train import train
@@ -89,9 +90,20 @@ def test_those_who_are_told_meet_the_same_tasks_and_budgets():
 # -- presets
 
 
-def shrunk(name: str) -> Any:
-    """A world's preset with everything small but the kinds of its parts."""
-    whole = preset(name)
+# preset → its environment; the runs of its stages are stored under results/ENVIRONMENT/training/NUMBER-STAGE
+WORLDS = {
+    "point": "safe-dark-point",
+    "car": "safe-dark-car",
+    "half-cheetah": "safe-velocity-half-cheetah",
+    "ant": "safe-velocity-ant",
+}
+RESULTS = Path(__file__).parent.parent / "results"
+LINES = ("privileged", "memoryless")
+
+
+def shrunk(name: str, line: str | None = None, stage: int = -1) -> Any:
+    """A stage of a world's recipe with everything small but the kinds of its parts."""
+    whole = preset(name, line).stages[stage].experiment
     small = {"max_steps": 4, "episodes": 2}
     if isinstance(whole.env, Revealed):
         env = dataclasses.replace(whole.env, args=tuple(f"{key}={value}" for key, value in small.items()))
@@ -157,54 +169,71 @@ def no_screen(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_the_presets_are_the_papers_experiment(world):
-    whole = preset(world)
-    spec, net = whole.env.spec, whole.algo.net
-    assert (spec.episodes, spec.max_steps, net.width, net.layers, net.heads, net.context) == (
-        20,
-        75,
-        64,
-        4,
-        8,
-        1500,
-    )
-    assert spec.train_budget == spec.test_budget == ((10, 50) if world in ("point", "car") else (0, 5))
-    assert whole.train.evaluation.tasks >= 200
-    short = preset(f"{world}-short")
-    assert short.env == whole.env
-    assert short.algo.episodes < spec.episodes
-    stages = list(WORLDS[world].stages)
-    for before, after in itertools.pairwise(stages):
-        assert (preset(world + after).env, preset(world + after).algo.episodes) == (whole.env, None)
-        assert f"`{world}{before}`" in (PRESETS[world + after].__doc__ or "")
-        assert STARTS_FROM[world + after] == world + before
-    assert f"{world}-short" not in STARTS_FROM
-    for line in ("privileged", "memoryless"):
-        other = preset(f"{world}-{line}")
-        assert f"`{world}`" in (PRESETS[f"{world}-{line}"].__doc__ or "")
+def test_the_recipes_are_the_papers_experiment(world):
+    first, *others = (stage.experiment for stage in preset(world).stages)
+    for whole in others:
+        spec, net = whole.env.spec, whole.algo.net
+        assert (spec.episodes, spec.max_steps, whole.algo.episodes) == (20, 75, None)
+        assert (net.width, net.layers, net.heads, net.context) == (64, 4, 8, 1500)
+        assert spec.train_budget == spec.test_budget == ((10, 50) if world in ("point", "car") else (0, 5))
+        assert whole.train.evaluation.tasks >= 200
+        assert whole.env == first.env
+    assert first.algo.episodes < first.env.spec.episodes
+    for line in LINES:
+        [stage] = preset(world, line).stages
+        other = stage.experiment
         assert (other.algo.episodes, other.train.evaluation.wipe) == (1, True)
-        told = Revealed(name=_name(world), args=WORLDS[world].args)
-        assert other.env == (told if line == "privileged" else whole.env)
+        if line == "privileged":
+            assert (type(other.env), other.env.inner) == (Revealed, first.env)
+        else:
+            assert other.env == first.env
         # as many steps as the short trials, so that the runs are comparable
-        steps = [x.algo.iterations * x.algo.rows * (x.algo.steps or x.algo.net.context) for x in (other, short)]
+        steps = [x.algo.iterations * x.algo.rows * (x.algo.steps or x.algo.net.context) for x in (other, first)]
         assert steps[0] == pytest.approx(steps[1], rel=0.05)
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_the_presets_are_what_the_shipped_policies_were_trained_with(world):
-    """The pages in docs/worlds say so; each run's own settings are beside its log."""
-    training = Path(__file__).parent.parent / "results" / _name(world) / "training"
-    folders = (*sorted(training.glob("[0-9]-*")), training / "privileged", training / "memoryless")
-    for ending, folder in zip((*WORLDS[world].stages, "-privileged", "-memoryless"), folders, strict=True):
-        saved = load_experiment(folder)
-        assert preset(world + ending).algo == saved.algo
-        assert preset(world + ending).env == saved.env
+def test_the_recipes_are_what_the_shipped_policies_were_trained_with(world):
+    """The runs' own settings are beside their logs, which say how many iterations each had."""
+    env, stages = WORLDS[world], preset(world).stages
+    folders = sorted((RESULTS / env / "training").glob("[0-9]-*"))
+    assert [folder.name for folder in folders] == [f"{i}-{stage.name}" for i, stage in enumerate(stages, 1)]
+    for stage, folder in zip(stages, folders, strict=True):
+        ours, theirs = stage.experiment, load_experiment(folder)
+        assert (ours.env, ours.algo) == (theirs.env, theirs.algo)
+        last = read_metrics(folder / "metrics.jsonl")[-1]["iteration"]
+        assert (ours.train.iterations or ours.algo.iterations) == last
+    for line in LINES:
+        ours, theirs = preset(world, line).stages[0].experiment, load_experiment(RESULTS / env / "training" / line)
+        assert (ours.env, ours.algo) == (theirs.env, theirs.algo)
+
+
+@pytest.mark.parametrize(
+    ("name", "run"),
+    [
+        ("darkroom", "safe-dark-room/training"),
+        ("darkroom-small", "darkroom-small"),
+    ],
+)
+def test_the_rooms_recipes_are_what_was_run(name, run):
+    [stage] = preset(name).stages
+    stored = load_experiment(RESULTS / run)
+    assert (stage.experiment.env, stage.experiment.algo) == (stored.env, stored.algo)
+
+
+def test_the_exported_policies_are_the_shipped_ones():
+    """Averaged, and for the real physics, where the shipped ones are."""
+    for world, env in WORLDS.items():
+        recipe, card = preset(world), load_policy(env).card
+        assert recipe.average_last == 1 + len(card.get("averaged_with", []))
+        assert recipe.env_args == (("engine=auto",) if "trained_in" in card else ())
+        assert recipe.stages[-1].experiment.train.evaluation.temperature == card["temperature"]
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_shipped_policies_met_the_bars(world):
     """The targets in docs/lab.md, by the stored evaluations; the card describes the same evaluation."""
-    folder = Path(__file__).parent.parent / "results" / _name(world)
+    folder = RESULTS / WORLDS[world]
     found, upper, lower = (load_results(folder / name) for name in ("policy", "privileged", "memoryless"))
     assert found.returns.shape[0] >= 200
     assert len(np.unique(found.budgets)) == 100
@@ -212,7 +241,7 @@ def test_the_shipped_policies_met_the_bars(world):
     assert found.over.mean() < 0.05
     assert found.over[:, -5:].mean() < 0.03
     assert found.costs[:, -5:].mean() < min(found.costs[:, 0].mean(), found.costs[:, :5].mean())
-    shipped = load_policy(_name(world)).card
+    shipped = load_policy(WORLDS[world]).card
     assert shipped["evaluation"]["summary"]["total_return"] == pytest.approx(summarise(found).total_return)
     # Car, slow in MuJoCo, has one budget a task; the others' tasks were met under small and large ones
     by_budget = found if world == "car" else load_results(folder / "by-budget")
@@ -224,23 +253,22 @@ def test_the_shipped_policies_met_the_bars(world):
             assert each.meta["card"].get(what) == shipped.get(what)
 
 
-def _name(world: str) -> str:
-    return f"safe-dark-{world}" if world in ("point", "car") else f"safe-velocity-{world}"
-
-
-def traced(name: str) -> tuple[Any, Any]:
-    """Shapes of a shrunk preset's first state and of what an update makes of it."""
-    algorithm = shrunk(name).build()
+def traced(experiment: Any) -> tuple[Any, Any]:
+    """Shapes of an experiment's first state and of what an update makes of it."""
+    algorithm = experiment.build()
     state = eqx.filter_eval_shape(algorithm.init, jax.random.key(0))
     return state, eqx.filter_eval_shape(algorithm.update, state)[0]
 
 
-LINES = [f"{world}-{line}" for world in WORLDS for line in ("privileged", "memoryless")]
-
-
-@pytest.mark.parametrize("name", ["car", "ant", "point-short", "ant-short", *LINES])
-def test_an_update_keeps_the_form_of_the_state(name):
-    before, after = traced(name)
+@pytest.mark.parametrize(
+    ("name", "line", "stage"),
+    [
+        ("car", None, -1), ("ant", None, -1), ("point", None, 0), ("ant", None, 0),
+        *((world, line, 0) for world in WORLDS for line in LINES),
+    ],
+)  # fmt: skip
+def test_an_update_keeps_the_form_of_the_state(name, line, stage):
+    before, after = traced(shrunk(name, line, stage))
     shapes = [
         [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(eqx.filter(s, is_shape))] for s in (before, after)
     ]
@@ -249,9 +277,9 @@ def test_an_update_keeps_the_form_of_the_state(name):
 
 def test_a_car_can_begin_with_what_a_point_has_learned():
     """Same observations, actions and tasks, so a run of one world fits the other's networks (--start)."""
+    firsts = [preset(name).stages[0].experiment.build() for name in ("point", "car")]
     nets = [
-        eqx.filter(eqx.filter_eval_shape(preset(name).build().init, jax.random.key(0)).optimiser.net, is_shape)
-        for name in ("point", "car")
+        eqx.filter(eqx.filter_eval_shape(first.init, jax.random.key(0)).optimiser.net, is_shape) for first in firsts
     ]
     shapes = [[leaf.shape for leaf in jax.tree.leaves(net)] for net in nets]
     assert shapes[0] == shapes[1]
@@ -260,8 +288,8 @@ def test_a_car_can_begin_with_what_a_point_has_learned():
 @pytest.mark.parametrize(
     ("net", "words"),
     [
-        ({"heads": 4}, "has heads 2, this run 4: --algo.net.heads 2 starts from it"),
-        ({"levels": 3}, "has levels 5, this run 3: --algo.net.levels 5 starts from it"),
+        ({"heads": 4}, "has heads 2, this run has 4: use --algo.net.heads 2 to start from it"),
+        ({"levels": 3}, "has levels 5, this run has 3: use --algo.net.levels 5 to start from it"),
         ({"layers": 2}, "has layers 1, this"),
     ],
 )
@@ -272,7 +300,7 @@ def test_a_start_of_another_size_is_refused(net, words, runs, tmp_path):
     settings = dataclasses.replace(whole.train, start=str(folder))
     with pytest.raises(UserError, match=words):
         train(dataclasses.replace(whole, algo=algo).build(), settings, out=tmp_path / "new")
-    with pytest.raises(UserError, match="takes the folder of a training run, and safe-dark-point is none"):
+    with pytest.raises(UserError, match="takes the folder of a training run; safe-dark-point is not a folder"):
         train(whole.build(), dataclasses.replace(settings, start="safe-dark-point"), out=tmp_path / "new")
 
 

@@ -1,6 +1,6 @@
 """The command line: safeicrl train | collect | evaluate | export | compare | plot | demo | list.
 
-A mistake in what was asked for is one line on stderr and exit code 2; a traceback is always a bug.
+A user's mistake gets one line on stderr and exit code 2; a traceback is always a bug.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = "fewer --tasks and --rows need less, in training --algo.rows"
         print(f"safeicrl: out of memory: {hint}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # whoever read our output has seen enough (safeicrl list | head)
+    except BrokenPipeError:  # the reader of our output has stopped reading (safeicrl list | head)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
@@ -64,7 +64,7 @@ def _run(args: list[str]) -> None:
 
 @contextlib.contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Our own warnings in one line; those of others still say where they come from."""
+    """Print our own warnings as one line; those of other libraries still say where they come from."""
     with warnings.catch_warnings():
         of_others = warnings.showwarning
 
@@ -90,7 +90,7 @@ def _usage() -> None:
 
 
 def _first_line(thing: Any) -> str:
-    """What something's documentation says first."""
+    """The first line of something's docstring."""
     return (thing.__doc__ or "").partition("\n")[0]
 
 
@@ -98,66 +98,55 @@ def _first_line(thing: Any) -> str:
 
 
 def train(args: list[str]) -> None:
-    """Train an agent: --preset NAME, or --algo NAME --env NAME, any setting by its name; or --resume RUN_DIR."""
-    from safeicrl.recipes import PRESETS, STARTS_FROM, Experiment, experiment, load_experiment, preset
-    from safeicrl.train import TrainConfig
-    from safeicrl.train import train as run
+    """Train a policy: --preset NAME, or --algo NAME --env NAME, or as a stored run: --like RUN; or --resume RUN."""
+    from safeicrl.recipes.form import check_resumable, train_form, with_options
+    from safeicrl.recipes.run import run_recipe
 
-    resume = _option(args, "--resume")
-    chosen = _option(args, "--preset")
-    if args and args[0] in PRESETS:
-        raise UserError(f"a preset is named by its option: --preset {args[0]}")
-    if resume and (chosen or _option(args, "--out")):
-        raise UserError("--resume continues a run as it is, in its folder: leave out --preset and --out")
-    args, named = _named(args)
-    if named and (resume or chosen):
-        raise UserError("--algo and --env name an experiment: leave out --preset and --resume")
-    if named:
-        default, chosen = experiment(*named), "-".join(named)
-    else:
-        chosen = "darkroom-small" if chosen is None else chosen
-        default = load_experiment(Path(resume)) if resume else preset(chosen)
-
-    form = dataclasses.make_dataclass(
-        "Train",
-        [
-            ("preset", _helped(str, "what to train, see safeicrl list"), field(default=chosen)),
-            (
-                "resume",
-                _helped(Path | None, "folder of a run to go on with, instead of a preset"),
-                field(default=None),
-            ),
-            ("out", _helped(Path | None, "folder of the run; runs/PRESET-DATE by default"), field(default=None)),
-            # without a prefix: --minutes, --seeds; the other two are --env.size, --algo.net.width
-            ("train", Annotated[TrainConfig, tyro.conf.arg(name="")], field(default=default.train)),
-            ("env", type(default.env), field(default=default.env)),
-            ("algo", type(default.algo), field(default=default.algo)),
-        ],
-        frozen=True,
-    )
-    form.__doc__ = train.__doc__
-    asked: Any = _parse("train", form, args)
-    built = Experiment(env=asked.env, algo=asked.algo, train=asked.train)
-    if resume:
-        _check_resumable(default, built)
-    elif asked.train.start is None and chosen in STARTS_FROM:
-        print(f"this preset is meant to start from the networks of a run of {STARTS_FROM[chosen]}: --start RUN")
-    out = Path(resume) if resume else asked.out or Path("runs") / f"{asked.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
-    trained = run(built.build(), built.train, out=out, resume=bool(resume))
-    if trained.policies:
+    settings, recipe, resume = _asked_recipe(args)
+    forms: list[Any] = [
+        _parse("train", train_form(recipe, index, train.__doc__ or ""), settings)
+        for index in range(len(recipe.stages))
+    ]
+    changed = with_options(recipe, forms)
+    if resume is not None:
+        check_resumable(recipe, changed)
+    out = resume or forms[0].out or Path("runs") / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    ran = run_recipe(changed, out=out, resume=resume is not None)
+    if ran.policies:
         print(f"evaluate it:  safeicrl evaluate {out}")
     else:
-        print(f"no policy yet, the first evaluation writes one; go on:  safeicrl train --resume {out}")
-    if trained.status.iteration:
+        writer = "the first evaluation" if len(recipe.stages) == 1 else "the end of the last stage"
+        print(f"no policy yet, {writer} writes one; go on:  safeicrl train --resume {out}")
+    if ran.iterations:
         print(f"its curves:   safeicrl plot {out}")
 
 
-def _helped(kind: Any, text: str) -> Any:
-    return Annotated[kind, tyro.conf.arg(help=text)]
+def _asked_recipe(args: list[str]) -> tuple[list[str], Any, Path | None]:
+    """The arguments without --algo NAME and --env NAME, the recipe that is asked for, and the folder to resume."""
+    from safeicrl.recipes.presets import PRESETS, experiment, preset
+    from safeicrl.recipes.recipe import Recipe, load_recipe
+
+    if args and args[0] in PRESETS:
+        raise UserError(f"a preset is named by its option: --preset {args[0]}")
+    chosen, line, like, resume, out = (_option(args, f"--{x}") for x in ("preset", "line", "like", "resume", "out"))
+    settings, named = _named(args)
+    if named:
+        if chosen is not None or line or like or resume:
+            raise UserError("--algo and --env say what to train: leave out --preset, --line, --like and --resume")
+        return settings, Recipe.single("-".join(named), experiment(*named)), None
+    if resume:
+        if chosen is not None or line or like or out:
+            raise UserError("--resume continues a run in its folder: leave out --preset, --line, --like and --out")
+        return settings, load_recipe(Path(resume)), Path(resume)
+    if like:
+        if chosen is not None or line:
+            raise UserError("--like repeats a stored run: leave out --preset and --line")
+        return settings, load_recipe(Path(like)), None
+    return settings, preset("darkroom-small" if chosen is None else chosen, line), None
 
 
 def _named(args: list[str]) -> tuple[list[str], tuple[str, ...]]:
-    """The names after --algo and --env, if any, and the other arguments (--algo.clip, --env.size)."""
+    """The arguments without --algo NAME and --env NAME, and these names; none if neither is given."""
     algo, env = (_option(args, name) for name in ("--algo", "--env"))
     if algo is None and env is None:
         return args, ()
@@ -169,20 +158,11 @@ def _named(args: list[str]) -> tuple[list[str], tuple[str, ...]]:
     return left, (algo or "scared", env or "safe-dark-room")
 
 
-def _check_resumable(saved: Any, asked: Any) -> None:
-    """A resumed run may have other limits, but is the same experiment."""
-    fixed = {"env": (saved.env, asked.env), "algo": (saved.algo, asked.algo)}
-    fixed |= {name: (getattr(saved.train, name), getattr(asked.train, name)) for name in ("seed", "seeds")}
-    for name, (before, now) in fixed.items():
-        if before != now:
-            raise UserError(f"--resume continues the run as it was: {name} cannot change")
-
-
 # -- collect ------------------------------------------------------------------------------------------------
 
 
 def collect(args: list[str]) -> None:
-    """Collect learning histories for Safe AD, or demonstrations; the same command goes on after an interrupt."""
+    """Collect learning histories for Safe AD, or demonstrations; the same command continues after an interrupt."""
     from safeicrl.envs.registry import env_from_plain, make_env, parse_parameters
     from safeicrl.histories.collect import collect as learn
     from safeicrl.histories.collect import default_config, progress_table
@@ -196,7 +176,7 @@ def collect(args: list[str]) -> None:
     run: Callable[..., Any] = collect_demonstrations if who == "eps" else learn
     default: Any = EpsConfig() if who == "eps" else default_config(make_env(name))
     folder = Path("histories") / (f"{name}-eps" if who == "eps" else name)
-    by = helped(Literal["ppo-lag", "eps"], "who learns: PPO-Lagrangian, or a planner under noise that dies down")
+    by = helped(Literal["ppo-lag", "eps"], "who plays: PPO-Lagrangian, or a planner whose noise fades (eps)")
     form = dataclasses.make_dataclass(
         "Collect",
         [
@@ -205,7 +185,7 @@ def collect(args: list[str]) -> None:
             ("by", by, field(default=who)),
             ("out", helped(Path, "folder of the histories"), field(default=folder)),
             ("minari", helped(str | None, "name of a Minari dataset to write as well"), field(default=None)),
-            ("minari_every", helped(int, "of every how many episodes that dataset has one"), field(default=1)),
+            ("minari_every", helped(int, "the dataset gets one of this many episodes"), field(default=1)),
             # without a prefix: --tasks, --limits; the learner's settings are --learner.learning-rate
             ("what", Annotated[type(default), tyro.conf.arg(name="")], field(default=default)),
         ],
@@ -230,27 +210,25 @@ def collect(args: list[str]) -> None:
 class Evaluate:
     """Evaluate a frozen agent on unseen tasks: the paper's protocol."""
 
-    # name or path of a released policy, or folder of a run: its seeds one after another (RUN/best-seed2: that one)
+    # name or path of a policy, or folder of a run: all its seeds (RUN/best-seed2: that one)
     policy: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[POLICY]")] = None
-    agent: Literal["random", "explorer", "planner"] | None = None  # a reference line instead of a policy
-    env: str | None = None  # environment of a reference line: safe-dark-room by default
-    env_args: tuple[str, ...] = ()  # its parameters, e.g. size=5 obstacles=6
-    tasks: int = 1000  # unseen ones
+    agent: Literal["random", "explorer", "planner"] | None = None  # a reference agent instead of a policy
+    env: str | None = None  # environment of the reference agent; safe-dark-room by default
+    env_args: tuple[str, ...] = ()  # parameters of the environment, e.g. size=5 obstacles=6
+    tasks: int = 1000  # number of unseen tasks
     budgets: tuple[float, float] | None = None  # range; the environment's test range by default
     budget_count: int = 100  # distinct budgets, uniform in the range
-    budgets_per_task: int = 1  # trials of each task, small budgets to large; with 9 the bins of budgets share tasks
-    episodes: int | None = None  # in a trial; K of the environment by default
+    budgets_per_task: int = 1  # trials of each task, from a small to a large budget; with 9, all bins share tasks
+    episodes: int | None = None  # episodes in a trial; the environment's K by default
     temperature: float | None = None  # of sampled actions; what the policy's card says by default
-    greedy: bool = False  # the most probable action instead of a sampled one
-    risk: float | None = (
-        None  # chance of breaking the budget that the policy's guard tolerates; by default its card's
-    )
+    greedy: bool = False  # take the most probable action instead of a sampled one
+    risk: float | None = None  # chance of breaking the budget that the policy's guard tolerates; see its card
     guard: bool = True  # whether the policy's guard is on, if it has one
-    wipe: bool = False  # forget at every episode: what is in-context learning worth?
-    seed: int = 0  # of tasks and actions: agents evaluated with one seed meet the same tasks
-    rows: int | None = None  # trials at a time; 256 by default, on a CPU 32
-    label: str | None = None  # name in tables and figures; results of one label are drawn as seeds of one agent
-    out: Path | None = None  # writes OUT.npz and OUT.json; OUT-seed0.npz, ... for several seeds of a run
+    wipe: bool = False  # forget at every episode: shows what in-context learning is worth
+    seed: int = 0  # of tasks and actions; agents evaluated with the same seed meet the same tasks
+    rows: int | None = None  # trials at a time; 256 by default, 32 on a CPU
+    label: str | None = None  # name in tables and figures; results with the same label are seeds of one agent
+    out: Path | None = None  # file to write: OUT.npz and OUT.json; for several seeds OUT-seed0.npz, ...
 
 
 def evaluate(args: list[str]) -> None:
@@ -272,7 +250,7 @@ def evaluate(args: list[str]) -> None:
         )  # fmt: skip
         results[name], meta = result, result.meta
         print(f"{name}: actions {meta['actions']}, context {meta['context']}, {meta['seconds']:.1f} s")
-        if asked.out is not None:  # seed by seed: what is done is safe
+        if asked.out is not None:  # after each seed, so that an interrupt costs one seed only
             out = asked.out if len(contenders) == 1 else _suffixed(asked.out, name.replace(" ", ""))
             print("wrote " + " and ".join(str(path) for path in save_results(result, out)))
     Console().print(summary_table([result]) if len(contenders) == 1 else seeds_table(results))
@@ -285,7 +263,7 @@ def _suffixed(out: Path, name: str) -> Path:
 
 
 def _contenders(asked: Evaluate) -> dict[str, Any]:
-    """Who was asked for, by name: one agent, or the seeds of a run."""
+    """The agents that were asked for, by name: one agent, or the seeds of a run."""
     from safeicrl.envs.registry import env_from_plain, parse_parameters
     from safeicrl.policies.contenders import reference, released_seeds
 
@@ -317,17 +295,17 @@ class Export:
     # name or path of a policy, or folder of a run
     policy: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="POLICY")] = None
     out: Path | None = None  # file to write: OUT.safetensors, and its card OUT.json
-    seed: int | None = None  # of a run; by default the one whose evaluation, as its card says, is the best
-    # another policy or run, related by --start: exports the mean of their weights; may be repeated
+    seed: int | None = None  # seed of the run; by default the one with the best evaluation
+    # a related policy or run, one trained further from the other: exports their mean weights; may be repeated
     average: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    name: str | None = None  # what tables and figures call it
-    description: str | None = None  # what it is, for the card
+    name: str | None = None  # the policy's name in tables and figures
+    description: str | None = None  # a sentence about the policy, for the card
     temperature: float | None = None  # of its actions; what its card says by default
     env_args: tuple[str, ...] = ()  # parameters of its environment to change, e.g. engine=auto
-    # one more of what it cannot do, added to the card's limits
+    # a limit of the policy, to add to those on its card; may be repeated
     limit: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     evaluation: Path | None = None  # results of safeicrl evaluate for the card, instead of those of training
-    overwrite: bool = False  # replace what is there
+    overwrite: bool = False  # replace an existing file
 
 
 def export(args: list[str]) -> None:
@@ -361,16 +339,16 @@ def export(args: list[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Compare:
-    """Where agents stand between two reference lines that met the same tasks."""
+    """Score agents between two reference agents that met the same tasks."""
 
     files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE ...")]  # results
-    upper: Path  # results of the line that counts as 1, e.g. an agent that is told the task
-    lower: Path  # results of the line that counts as 0, e.g. an agent that forgets at every episode
-    last: int = 5  # episodes at a trial's end whose return is compared
+    upper: Path  # results of the reference agent that counts as 1, e.g. one that is told the task
+    lower: Path  # results of the reference agent that counts as 0, e.g. one that forgets at every episode
+    last: int = 5  # the return of this many last episodes is compared
 
 
 def compare(args: list[str]) -> None:
-    """Where agents stand between two reference lines that met the same tasks."""
+    """Score agents between two reference agents that met the same tasks."""
     from safeicrl.evaluation.archive import load_results
     from safeicrl.evaluation.tables import relative_table
 
@@ -387,7 +365,7 @@ class Plot:
 
     # results (.npz or .json), run folders, metrics.jsonl
     files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE ...")]
-    out: Path = Path("figures")  # folder to draw into
+    out: Path = Path("figures")  # folder for the figures
     format: Literal["png", "pdf", "svg"] = "png"  # of the figures
 
 
@@ -411,7 +389,7 @@ class Demo:
     world: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[WORLD]")] = "room"
     policy: str | None = None  # name or path of a policy to show instead of the one that ships for the world
     out: Path = Path("demo-output")  # folder for figures, results and the animation
-    tasks: int = 50  # unseen ones
+    tasks: int = 50  # number of unseen tasks
     seed: int = 0  # of the tasks and the actions
 
 
@@ -420,7 +398,7 @@ def demo(args: list[str]) -> None:
     from safeicrl.show.demo import run, world_name
 
     asked = _parse("demo", Demo, args)
-    world_name(asked.world)  # a wrong one is told before anything is written
+    world_name(asked.world)  # refuses an unknown name before anything is written
     make_folder(asked.out)
     run(asked.out, world=asked.world, policy=asked.policy, tasks=asked.tasks, seed=asked.seed)
 
@@ -436,22 +414,20 @@ def list_names(args: list[str]) -> None:
     from safeicrl.envs.registry import WORLDS
     from safeicrl.policies.catalogue import policy_names
     from safeicrl.policies.contenders import DESCRIPTIONS
-    from safeicrl.recipes import PRESETS
+    from safeicrl.recipes.presets import PRESETS
 
     _parse("list", List, args)
-    table = Table(box=None, pad_edge=False)
-    for column in ("kind", "name", "what it is"):
-        table.add_column(column)
     for kind, named in {
-        "environment": {name: world.summary or _first_line(world.load()) for name, world in WORLDS.items()},
-        "policy": {name: "pretrained, ships with the library" for name in policy_names()},
-        "agent": DESCRIPTIONS,
-        "algorithm": {name: entry.summary for name, entry in ALGOS.items()},
-        "preset": {name: _first_line(make) for name, make in PRESETS.items()},
+        "environments": {name: world.summary or _first_line(world.load()) for name, world in WORLDS.items()},
+        "policies": {name: "pretrained, ships with the library" for name in policy_names()},
+        "agents": DESCRIPTIONS,
+        "algorithms": {name: entry.summary for name, entry in ALGOS.items()},
+        "presets (safeicrl train --preset NAME)": {name: found.summary for name, found in PRESETS.items()},
     }.items():
+        table = Table(title=kind, title_justify="left", show_header=False, box=None)
         for name, text in named.items():
-            table.add_row(kind, name, text)
-    Console().print(table)
+            table.add_row(name, text)
+        Console().print(table)
 
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
@@ -513,7 +489,7 @@ NUMBERS = {"INT": "a whole number", "FLOAT": "a number", "FLOAT FLOAT": "two num
 
 
 def _one_line(text: str) -> str:
-    """What a boxed message says: what is between its first two rules, below the title and above the advice."""
+    """The text of a boxed message: between its first two rules, below the title and above the advice."""
     lines = [re.sub(r"^[│\s]+|[│\s]+$", "", line) for line in text.splitlines()]
     rules = [i for i, line in enumerate(lines) if re.match(r"╭|╰|─{3}|-{3}", line)]  # without UTF-8: no box, dashes
     first, last = [*rules, len(lines)][:2] if rules else (-1, len(lines))
@@ -541,7 +517,7 @@ def _flags(form: Any, prefix: str = "") -> list[str]:
 
 
 def _option(args: list[str], name: str) -> str | None:
-    """The value of one option, looked up before the rest is parsed: it decides what the rest may be."""
+    """The value of one option, looked up before the other options are parsed, because it decides what they are."""
     for index, argument in enumerate(args):
         if argument == name and index + 1 < len(args):
             return args[index + 1]

@@ -61,6 +61,20 @@ def from_plain(cls: type[T], values: Any, where: str = "") -> T:
     return cls(**settings)
 
 
+def changed(config: T, changes: dict[str, Any]) -> T:
+    """The dataclass `config` with other values, by their names on the command line: {"net.width": 32}."""
+    values: dict[str, Any] = {}
+    inner: dict[str, dict[str, Any]] = {}  # by group of settings
+    for name, value in changes.items():
+        group, dot, rest = name.partition(".")
+        if dot:
+            inner.setdefault(group, {})[rest] = value
+        else:
+            values[name] = value
+    values |= {group: changed(getattr(config, group), parts) for group, parts in inner.items()}
+    return dataclasses.replace(config, **values)  # type: ignore[type-var]
+
+
 def load_object(path: str) -> Any:
     """The object that "module:name" names."""
     module, _, name = path.partition(":")

@@ -8,19 +8,19 @@ import numpy as np
 
 
 class UserError(ValueError):
-    """A mistake in what the user asked for. The command line prints its message without a traceback."""
+    """A mistake of the user. The command line prints its message without a traceback."""
 
 
 class Approximation(UserWarning):
-    """What is measured is not the world it is named after."""
+    """Approximate physics were used."""
 
 
 class BeyondTraining(UserWarning):
-    """A policy is used beyond what it was trained on: it still acts, but nobody knows how well."""
+    """A policy is used beyond its training: it still acts, but nobody knows how well."""
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> UserError:
-    """The error for a name nobody registered: lists the known ones and suggests the nearest."""
+    """The error for an unknown name: it lists the known ones and suggests the nearest."""
     names = sorted(known)
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -28,12 +28,12 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> UserError:
 
 
 def check_budget(budget: object) -> np.ndarray:
-    """Return `budget` (a number or an array of them) as float32, or say why it is no budget."""
+    """Return `budget` (a number or an array of numbers) as float32, or say what is wrong with it."""
     try:
         values = np.asarray(budget, dtype=np.float32)
     except (TypeError, ValueError):
         raise UserError(f"budget must be a number ≥ 0, got {budget!r}") from None
-    # dtype kind: a string like "3" converts to float silently, a bool is never meant
+    # A string like "3" would convert to float silently, and nobody means a bool.
     if np.asarray(budget).dtype.kind not in "iuf":
         raise UserError(f"budget must be a number ≥ 0, got {budget!r}")
     bad = values[~(np.isfinite(values) & (values >= 0))]
@@ -43,15 +43,15 @@ def check_budget(budget: object) -> np.ndarray:
 
 
 def check_integer(name: str, value: object, minimum: int) -> int:
-    """Return `value` if it is an integer ≥ `minimum`, or say why not."""
+    """Return `value` if it is an integer ≥ `minimum`, or say what is wrong with it."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < minimum:
         raise UserError(f"{name} must be an integer ≥ {minimum}, got {value!r}")
     return int(value)
 
 
 def check_seed(value: object, name: str = "seed") -> int:
-    """Return `value` if it can seed a random key, or say why not."""
-    if check_integer(name, value, 0) >= 2**32:  # JAX would cut the rest off
+    """Return `value` if it can seed a random key, or say what is wrong with it."""
+    if check_integer(name, value, 0) >= 2**32:  # JAX would drop the higher bits
         raise UserError(f"{name} must be below 2³², got {value}")
     return int(value)  # type: ignore[call-overload]
 
@@ -65,7 +65,7 @@ def check_risk(risk: object) -> float:
 
 
 def check_range(name: str, value: tuple[float, float]) -> tuple[float, float]:
-    """Return a range of budgets if it is one: two finite numbers ≥ 0, the second not below the first."""
+    """Return `value` if it is a range of budgets: two finite numbers ≥ 0, the second not below the first."""
     if len(value) != 2:
         raise UserError(f"{name} must be two numbers, got {value!r}")
     low, high = (check_number(name, bound, 0.0) for bound in value)
@@ -75,7 +75,7 @@ def check_range(name: str, value: tuple[float, float]) -> tuple[float, float]:
 
 
 def check_number(name: str, value: object, minimum: float, *, strict: bool = False) -> float:
-    """Return `value` if it is a finite number ≥ `minimum` (> when `strict`), or say why not."""
+    """Return `value` if it is a finite number ≥ `minimum` (> if `strict`), or say what is wrong with it."""
     number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value < minimum or (strict and value == minimum):  # type: ignore[operator, arg-type]
         raise UserError(f"{name} must be a finite number {'>' if strict else '≥'} {minimum}, got {value!r}")

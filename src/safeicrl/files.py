@@ -1,4 +1,4 @@
-"""Writing files so that a crash, a kill or a full disk never costs what was there before."""
+"""Files: names in a run's folder, and writing so that a crash, a kill or a full disk leaves the old file whole."""
 
 import contextlib
 import errno
@@ -13,12 +13,19 @@ import numpy as np
 
 from safeicrl.errors import UserError
 
+RECIPE = "recipe.json"  # what makes a folder a run of several stages
+
+
+def stage_folder(number: int, name: str) -> str:
+    """The name of a stage's folder within its run; the first stage has number 1."""
+    return f"{number}-{name}"
+
 
 def atomic_write(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """Replace `path` by the joined `chunks`, or leave it untouched.
 
-    A temporary file in the same folder, flushed to the disk, then one rename: a reader (or the next start
-    after a kill) sees either the old file whole or the new one whole.
+    It writes a temporary file in the same folder, flushes it to the disk and renames it. A reader, or the next
+    start after a kill, sees either the old file whole or the new one whole.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -38,7 +45,7 @@ def atomic_write(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder `path`, so that a place that cannot be written to shows before the work and not after it."""
+    """Make the folder `path`. Done before the work, so that a folder that cannot be written to shows early."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -53,7 +60,7 @@ def _why(path: Path, error: OSError) -> str:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the rename itself survive a power cut, where the system lets a folder be opened."""
+    """Make the rename itself survive a power cut, on systems that can open a folder."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)

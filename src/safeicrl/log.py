@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from safeicrl.errors import UserError
-from safeicrl.files import atomic_write, plain
+from safeicrl.files import RECIPE, atomic_write, plain, read_json, stage_folder
 
 REPORT_SECONDS = 10.0  # between progress lines where there is no terminal to draw a bar on
+COUNTS = ("iteration", "env_steps", "seconds")  # what grows through a run
 
 
 class Sink(Protocol):
@@ -25,16 +26,16 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """Flush and let go."""
+        """Write what is left and let go of the file."""
         ...
 
 
 class JsonLines:
-    """One JSON object a line, on the disk before the next iteration starts."""
+    """One JSON object per line, on the disk before the next iteration starts."""
 
     def __init__(self, path: Path, *, keep_until: int = 0) -> None:
-        # A resumed run repeats what came after its checkpoint: drop those lines, so that the log of an
-        # interrupted run reads like that of an uninterrupted one.
+        # A resumed run repeats what came after its checkpoint. Those lines are dropped, so that the log reads as if
+        # the run had not been interrupted.
         kept = [line for line in read_metrics(path) if line["iteration"] <= keep_until]
         atomic_write(path, [(json.dumps(line) + "\n").encode() for line in kept])
         self.path = path
@@ -103,6 +104,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not all(isinstance(line, dict) and "iteration" in line for line in lines):
         raise UserError(f"{path} is no metrics file")
     return lines
+
+
+def read_run(folder: Path) -> list[dict[str, Any]]:
+    """The metrics of a run's folder; those of several stages joined, with counts that go on from stage to stage."""
+    if not (folder / RECIPE).exists():
+        return read_metrics(folder / "metrics.jsonl")
+    joined: list[dict[str, Any]] = []
+    for number, stage in enumerate(read_json(folder / RECIPE, "training run")["stages"], 1):
+        before = joined[-1] if joined else dict.fromkeys(COUNTS, 0)
+        for line in read_metrics(folder / stage_folder(number, stage["name"]) / "metrics.jsonl"):
+            joined.append({**line, **{name: before[name] + line[name] for name in COUNTS}})
+    return joined
 
 
 def _optional(module: str, extra: str) -> Any:

@@ -1,4 +1,4 @@
-"""Where a result came from: version, device, command and date, for results files, cards and run folders."""
+"""Where a result came from."""
 
 import platform
 import shlex
@@ -12,7 +12,7 @@ from safeicrl.version import VERSION
 
 
 def surroundings() -> dict[str, Any]:
-    """Version, device and command: what a results file or a card says about where it came from."""
+    """Version, device, command and date, for a results file, a card or a run's folder."""
     device = jax.devices()[0]
     return {
         "safeicrl": VERSION,
@@ -25,6 +25,6 @@ def surroundings() -> dict[str, Any]:
 
 
 def _program() -> str:
-    """The program's name as one would type it, without the folder it happens to lie in."""
+    """The program's name as a user would type it, without its folder."""
     name = sys.argv[0].replace("\\", "/").rsplit("/", 1)[-1] if sys.argv else ""
     return "safeicrl" if name == "__main__.py" else name or "python"

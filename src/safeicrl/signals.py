@@ -1,4 +1,4 @@
-"""Ending a run politely: an interrupt finishes the chunk at hand, saves, and only then leaves."""
+"""Stopping a run politely: after an interrupt it finishes the current chunk and saves before it ends."""
 
 import signal
 import threading
@@ -9,14 +9,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """While entered, the first Ctrl-C or SIGTERM sets `requested`; a second one acts as usual."""
+    """Inside its `with` block the first Ctrl-C or SIGTERM sets `requested`; a second one acts as usual."""
 
     def __init__(self) -> None:
         self.requested = False
         self.previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
-        # only the main thread may set handlers; elsewhere (a notebook's worker) a run just cannot be stopped so
+        # Only the main thread may set handlers. In other threads a run cannot be stopped this way.
         if threading.current_thread() is threading.main_thread():
             self.previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
         return self

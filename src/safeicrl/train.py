@@ -1,9 +1,9 @@
 """The host loop: one jitted chunk of iterations after another; log, evaluate, keep the best, save, resume.
 
-A run is a folder: config.json, metrics.jsonl, checkpoint.safetensors (the whole train state) and, per seed, the
-best policy so far (best-seed0.safetensors + .json) with the evaluation that chose it (best-seed0-evaluation.npz +
-.json, results like any other). Killing the process at any moment loses at most what came after the last checkpoint;
-resumed from there it repeats, on a CPU bit for bit, what it would have done.
+A run is a folder with config.json, metrics.jsonl and checkpoint.safetensors (the whole train state). For each seed
+it also has the best policy so far (best-seed0.safetensors + .json) and the evaluation that chose it
+(best-seed0-evaluation.npz + .json, results like any other). A process killed at any moment loses at most the work
+since its last checkpoint. The resumed run then does what the killed one would have done, on a CPU bit for bit.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from rich.console import Console
 from safeicrl.agents.api import with_options
 from safeicrl.algos.api import METRICS, Algorithm
 from safeicrl.algos.registry import algo_name
-from safeicrl.envs.api import PyTree
+from safeicrl.envs.api import Env, PyTree
 from safeicrl.envs.mujoco import physics
 from safeicrl.envs.registry import env_to_plain
 from safeicrl.errors import UserError, check_integer, check_number
@@ -44,14 +44,14 @@ FAILURES = 3  # non-finite iterations in a row after which a run gives up
 class EvalConfig:
     """The periodic evaluation of the frozen policy on unseen tasks, which also chooses the best one."""
 
-    every: int = 50  # iterations; 0: only at the end
-    tasks: int = 100  # unseen ones, a trial each
-    episodes: int | None = None  # K by default
-    seed: int = 1000  # apart from the default seed of `evaluate`: the best is not chosen on the final rooms
-    temperature: float | None = None  # of actions, here and by the best policy's card; the agent's own by default
-    wipe: bool = False  # forget at every episode: for an agent that was trained on single ones
+    every: int = 50  # iterations between evaluations; 0: only one, at the end
+    tasks: int = 100  # unseen tasks, one trial each
+    episodes: int | None = None  # episodes in a trial; the environment's K by default
+    seed: int = 1000  # not the default seed of `evaluate`, so that final results are of other tasks
+    temperature: float | None = None  # of actions, here and on the best policy's card; the agent's own by default
+    wipe: bool = False  # forget at every episode: for an agent that was trained on single episodes
     rows: int | None = None  # trials at a time; as `evaluate` chooses by default
-    segments: int = 8  # stages in which the KV cache grows
+    segments: int = 8  # steps in which the KV cache grows
     tolerance: float = 0.03  # share of episodes over budget up to which the return decides what is best
 
     def __post_init__(self) -> None:
@@ -72,16 +72,16 @@ class EvalConfig:
 class TrainConfig:
     """How long to train, with how many seeds, and what to write on the way."""
 
-    iterations: int | None = None  # stop after so many updates (None: as many as the algorithm plans for) ...
-    minutes: float | None = None  # ... or so much wall time, compilation included, whichever comes first
+    iterations: int | None = None  # updates after which to stop; None: as many as the algorithm plans for
+    minutes: float | None = None  # wall time after which to stop, compilation included, if that comes first
     seed: int = 0  # of networks, tasks and actions
-    seeds: int = 1  # seeds seed, seed+1, ... train side by side in one vmapped program
-    start: str | None = None  # folder of a finished run whose networks this one begins with
+    seeds: int = 1  # how many seeds (seed, seed + 1, ...) train side by side in one vmapped program
+    start: str | None = None  # folder of a run whose networks this one begins with
     chunk: int = 1  # iterations in one call of the jitted program
-    checkpoint_minutes: float = 2.0  # 0: after every chunk
+    checkpoint_minutes: float = 2.0  # minutes between checkpoints; 0: one after every chunk
     evaluation: EvalConfig = field(default_factory=EvalConfig)
-    tensorboard: bool = False  # write TensorBoard files too, into the run's folder
-    wandb: str | None = None  # project
+    tensorboard: bool = False  # write TensorBoard files, too, into the run's folder
+    wandb: str | None = None  # project of Weights & Biases to log to
 
     def __post_init__(self) -> None:
         if self.iterations is not None:
@@ -103,7 +103,7 @@ class Status:
 
     iteration: int = 0
     env_steps: int = 0  # of each seed
-    seconds: float = 0.0  # wall time, that of earlier runs included
+    seconds: float = 0.0  # wall time, including that before the run was resumed
     pace: float = 0.0  # seconds of the last chunk
     failures: list[int] = field(default_factory=list)  # [seed] non-finite iterations in a row
     best: list[dict[str, Any] | None] = field(default_factory=list)  # [seed] iteration, summary
@@ -118,6 +118,7 @@ class Trained:
     status: Status
     results: list[Results]  # [seed] the last evaluation
     policies: list[Path]  # [seed] the best policy; empty when stopped before the first evaluation
+    finished: bool  # it reached its limit; False when it was stopped on request
 
     def agent(self, algorithm: Algorithm, index: int = 0) -> Any:
         """The final policy of the seed at this index."""
@@ -168,11 +169,14 @@ def train(
         reason = "stopped on request" if stop.requested else "done"
         terminal.say(f"{reason} after {status.iteration} iterations, {status.seconds / 60:.1f} min: {folder}")
     policies = [path for seed in _seeds(config) if (path := _policy_path(folder, seed)).exists()]
-    return Trained(folder=folder, state=state, status=status, results=results, policies=policies)
+    return Trained(
+        folder=folder, state=state, status=status, results=results, policies=policies,
+        finished=not stop.requested,
+    )  # fmt: skip
 
 
 def _with_limit(algorithm: Algorithm, config: TrainConfig) -> TrainConfig:
-    """The config with a limit: an algorithm whose schedules span so many `iterations` need not be told twice."""
+    """The config with a limit: by default the number of iterations that the algorithm's schedules span."""
     if config.iterations is not None:
         return config
     planned = getattr(algorithm.config, "iterations", None)
@@ -221,40 +225,51 @@ def _begin(
         _check_start(algorithm, Path(config.start))
     state = eqx.filter_jit(_init)(algorithm, config.seed, config.seeds)
     if config.start is not None:
-        other, _ = checkpoint.load(Path(config.start) / "checkpoint.safetensors", template, kind="checkpoint")
-        state = algorithm.start_from(state, other)
-    write_json(folder / "config.json", _describe(algorithm, config))
+        state = _start(algorithm, state, Path(config.start) / "checkpoint.safetensors")
+    described = describe(algorithm.env, algorithm.config, config)
+    write_json(folder / "config.json", {**described, **surroundings()})
     return state, Status(failures=[0] * config.seeds, best=[None] * config.seeds)
 
 
+def _start(algorithm: Algorithm, state: PyTree, path: Path) -> PyTree:
+    """The first state of a run that begins with the networks of another run's checkpoint.
+
+    Only the networks must fit. What else the checkpoint holds (a replay, a multiplier per episode) may have other
+    shapes, since the other run may have played shorter trials.
+    """
+    other, _ = checkpoint.load(path, state, kind="checkpoint", any_shape=True)
+    started = algorithm.start_from(state, other)
+    ours, theirs = checkpoint.named_arrays(state), checkpoint.named_arrays(started)
+    for name, array in theirs.items():
+        if array.shape != ours[name].shape:
+            raise UserError(f"{path}: array {name!r} has shape {array.shape}, expected {ours[name].shape}")
+    return started
+
+
 def _check_start(algorithm: Algorithm, folder: Path) -> None:
-    """Refuse the networks of other sizes; other heads or levels might even fit, and compute something else."""
+    """Refuse networks of another size. Those with other heads or levels may fit, but compute something else."""
     if not folder.is_dir():
-        raise UserError(f"--start takes the folder of a training run, and {folder} is none")
+        raise UserError(f"--start takes the folder of a training run; {folder} is not a folder")
     try:
         theirs = read_json(folder / "config.json", "training run")["algo"]["config"].get("net", {})
     except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{folder / 'config.json'} is no training run: {error!r}") from None
+        raise UserError(f"{folder / 'config.json'} is not a training run: {error!r}") from None
     ours = dataclasses.asdict(algorithm.config).get("net", {})
     for size in ("width", "layers", "heads", "levels"):
-        # runs from before there were levels do not say that they have none
+        # runs of versions without levels say nothing about them
         here, there = (net.get(size, 0 if size == "levels" else None) for net in (ours, theirs))
         if there != here:
             raise UserError(
-                f"{folder} has {size} {there}, this run {here}: --algo.net.{size} {there} starts from it"
+                f"{folder} has {size} {there}, this run has {here}: use --algo.net.{size} {there} to start from it"
             )
 
 
-def _describe(algorithm: Algorithm, config: TrainConfig) -> dict[str, Any]:
-    """All that made the run: enough to build it again from the names in the registries."""
+def describe(env: Env, algo: Any, train: TrainConfig) -> dict[str, Any]:
+    """A run's settings as JSON values, with the names under which the environment and algorithm are registered."""
     return {
-        "env": env_to_plain(algorithm.env),
-        "algo": {
-            "name": algo_name(algorithm.config),
-            "config": dataclasses.asdict(algorithm.config),
-        },
-        "train": dataclasses.asdict(config),
-        **surroundings(),
+        "env": env_to_plain(env),
+        "algo": {"name": algo_name(algo), "config": dataclasses.asdict(algo)},
+        "train": dataclasses.asdict(train),
     }
 
 
@@ -269,10 +284,10 @@ def _save(folder: Path, state: PyTree, status: Status, config: TrainConfig) -> N
 def _compile(
     algorithm: Algorithm, config: TrainConfig, template: PyTree, terminal: Terminal
 ) -> Callable[[PyTree], tuple[PyTree, dict[str, np.ndarray]]]:
-    """state → state, metrics [chunk, seed, ...]; donates the state's memory to its successor."""
+    """A function state → state, metrics [chunk, seed, ...]; it reuses the memory of the state it is given."""
     is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)  # noqa: E731
     shapes, static = eqx.partition(template, is_shape)
-    data, rest = eqx.partition(algorithm, eqx.is_array)  # a data set is an argument, not a constant
+    data, rest = eqx.partition(algorithm, eqx.is_array)  # a data set is an argument, not a constant of the program
 
     def chunk(arrays: PyTree, data: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
         update = lambda state: _guarded(eqx.combine(data, rest), state)  # noqa: E731
@@ -303,8 +318,7 @@ def _compile(
 def _guarded(algorithm: Algorithm, state: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
     """One update, undone when anything in it is not finite: only the random key moves on.
 
-    Inside the jitted program, so the old state needs no copy on the host, and each of several seeds is
-    judged by itself.
+    This is inside the jitted program, so the old state needs no copy on the host and each seed is judged by itself.
     """
     new, metrics = algorithm.update(state)
     required = getattr(algorithm, "metrics", METRICS)
@@ -314,7 +328,7 @@ def _guarded(algorithm: Algorithm, state: PyTree) -> tuple[PyTree, dict[str, jax
     checked = [x for name, x in metrics.items() if name in required or "loss" in name or "grad" in name]
     floats = [x for x in jax.tree.leaves((new, checked)) if eqx.is_inexact_array(x)]
     finite = jnp.stack([jnp.isfinite(x).all() for x in floats]).all()
-    # a branch is a copy; a select would be one more kernel to compile for every array of the state
+    # A branch is a copy; a select would be one more kernel to compile for every array of the state.
     arrays, static = eqx.partition(new, eqx.is_array)
     kept = jax.lax.cond(finite, lambda: arrays, lambda: eqx.filter(state, eqx.is_array))
     kept = eqx.tree_at(lambda s: s.key, eqx.combine(kept, static), new.key)
@@ -335,10 +349,10 @@ def _finished(config: TrainConfig, status: Status, started: float) -> bool:
 def _account(
     values: dict[str, np.ndarray], status: Status, config: TrainConfig, physics_seconds: float = 0.0
 ) -> dict[str, np.ndarray]:
-    """Move `status` on by one chunk; returns the chunk's metrics as [seed, ...], its failures left out.
+    """Move `status` on by one chunk; returns the chunk's metrics as [seed, ...], without its failures.
 
-    Worlds on the host's cores and the accelerator take turns: `physics_share` is the cores' part of the time, and
-    the accelerator acts and learns in the rest.
+    Physics on the host's cores and the accelerator take turns: `physics_share` is the cores' share of the time.
+    The accelerator acts and learns in the rest.
     """
     failed = values["rolled_back"].astype(bool)  # [chunk, seed]
     for now in failed:
@@ -407,7 +421,7 @@ def _progress(means: dict[str, np.ndarray], status: Status, config: TrainConfig)
 
 
 def _numbers(means: dict[str, np.ndarray]) -> str:
-    """The metrics one watches: of an algorithm that plays, or of one that learns from histories."""
+    """The metrics to watch, for an algorithm that plays or for one that learns from histories."""
     if "return" in means:
         physics_share = f"  physics {means['physics_share']:.0%}" if "physics_share" in means else ""
         return (
@@ -428,8 +442,8 @@ def _short(number: float) -> str:
 
 def _give_up(status: Status, folder: Path) -> str:
     return (
-        f"{FAILURES} iterations in a row were not finite (the last is {status.iteration}); each was rolled back "
-        f"and {folder / 'checkpoint.safetensors'} is sound: try a smaller learning rate"
+        f"{FAILURES} iterations in a row were not finite, up to iteration {status.iteration}; they were rolled "
+        f"back and {folder / 'checkpoint.safetensors'} is sound: try a smaller learning rate"
     )
 
 
@@ -438,7 +452,7 @@ def _sinks(algorithm: Algorithm, config: TrainConfig, folder: Path, status: Stat
     if config.tensorboard:
         sinks.append(TensorBoard(folder / "tensorboard"))
     if config.wandb is not None:
-        sinks.append(WandB(config.wandb, folder, _describe(algorithm, config)))
+        sinks.append(WandB(config.wandb, folder, describe(algorithm.env, algorithm.config, config)))
     return sinks
 
 
@@ -470,7 +484,7 @@ def _evaluate(
         if best is None or rank(summary, options.tolerance) > rank(Summary(**best["summary"]), options.tolerance):
             status.best[index] = {"iteration": status.iteration, "summary": dataclasses.asdict(summary)}
             card = _card(algorithm, config, status, found, seed)
-            # the checkpoint comes after: a run killed in between does this again when it is resumed
+            # The checkpoint is written later: a run killed in between does this again when it is resumed.
             save_policy(_policy_path(folder, seed), own, card, found)
     _log_evaluation([summarise(found) for found in results], status, sinks, terminal)
     return results
@@ -501,13 +515,15 @@ def _policy_path(folder: Path, seed: int) -> Path:
 
 def _card(algorithm: Algorithm, config: TrainConfig, status: Status, results: Results, seed: int) -> dict[str, Any]:
     """What a released policy says about itself."""
-    described, temperature = _describe(algorithm, config), config.evaluation.temperature
+    described, where = describe(algorithm.env, algorithm.config, config), surroundings()
+    temperature = config.evaluation.temperature
     return {
         **algorithm.card(),
         "env": described["env"],
         **({} if temperature is None else {"temperature": temperature}),  # it acts as when it was chosen
         "training": {
-            **{name: described[name] for name in ("algo", "train", "command", "device", "safeicrl", "jax", "date")},
+            **{name: described[name] for name in ("algo", "train")},
+            **{name: where[name] for name in ("command", "device", "safeicrl", "jax", "date")},
             "seed": seed,
             "iteration": status.iteration,
             "env_steps": status.env_steps,
@@ -517,6 +533,6 @@ def _card(algorithm: Algorithm, config: TrainConfig, status: Status, results: Re
         "limits": [
             f"trained on budgets {algorithm.env.spec.train_budget} and these environment parameters only",
             "a budget is kept in most episodes, never with certainty: over_by_budget says how often it was broken, "
-            "trials_over in how many trials at all",
+            "trials_over in how many trials it was broken at least once",
         ],
     }

@@ -17,7 +17,7 @@ from safeicrl.budgets import bin_of
 from safeicrl.errors import UserError
 from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.statistics import standard_error
-from safeicrl.files import atomic_write
+from safeicrl.files import RECIPE, atomic_write
 
 Groups = dict[str, list[Results]]  # label → its seeds
 
@@ -150,9 +150,10 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def command_of(folder: Path) -> str:
-    """The command that made a run, from its config.json; empty without one."""
+    """The command that made a run, from its config.json or recipe.json; empty without one."""
+    path = folder / (RECIPE if (folder / RECIPE).exists() else "config.json")
     try:
-        return str(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("command", ""))
+        return str(json.loads(path.read_text(encoding="utf-8")).get("command", ""))
     except (OSError, ValueError):
         return ""
 

@@ -12,7 +12,7 @@ from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import load_results
 from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.statistics import NUMBERS, Summary, relative, standard_error, summarise
-from safeicrl.log import read_metrics
+from safeicrl.log import read_metrics, read_run
 
 
 def summary_table(results: Sequence[Results], title: str | None = None) -> Table:
@@ -105,12 +105,12 @@ def draw_all(files: Sequence[Path], out: Path, extension: str = "png") -> list[P
     runs, results = [], []
     for file in files:
         if file.is_dir() or file.suffix == ".jsonl":
-            path = file / "metrics.jsonl" if file.is_dir() else file
-            lines = read_metrics(path)
+            folder = file if file.is_dir() else file.parent
+            lines = read_run(folder) if file.is_dir() else read_metrics(file)
             if not lines:
                 hint = f"; its results: {file}/*.npz" if file.is_dir() and any(file.glob("*.npz")) else ""
-                raise UserError(f"no training log at {path}{hint}")
-            runs.append((path.parent.name or str(path), lines, plots.command_of(path.parent)))
+                raise UserError(f"no training log at {file}{hint}")
+            runs.append((folder.name or str(file), lines, plots.command_of(folder)))
         else:
             results.append(load_results(file))
     figures = {}

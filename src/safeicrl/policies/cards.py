@@ -46,6 +46,7 @@ FIELDS: dict[str, tuple[type, type, str]] = {
     "description": (str, str, "a string"),
     "training": (dict, object, "an object"),
     "averaged_with": (list, dict, "a list of objects"),
+    "stages": (list, dict, "a list of objects"),
     "evaluation": (dict, object, "an object"),
     "limits": (list, str, "a list of strings"),
 }

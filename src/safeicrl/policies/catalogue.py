@@ -17,13 +17,16 @@ from safeicrl.config import from_plain
 from safeicrl.envs.api import Discrete, Env, EnvSpec
 from safeicrl.envs.registry import env_from_plain
 from safeicrl.errors import UserError, check_integer, unknown_name
+from safeicrl.files import RECIPE
 from safeicrl.nets.decision_transformer import DecisionConfig, DecisionNet, unit_scales
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.policies import checkpoint
+from safeicrl.policies.cards import read_card
 
+POLICY = "policy.safetensors"  # the policy of a run of several stages
 PRETRAINED = Path(__file__).parent / "pretrained"
-SEED = re.compile(r"best-seed(\d+)")  # how a run names the best policy of a seed
+SEED = re.compile(r"(?:best|policy)-seed(\d+)")  # how a run names the policy of a seed: of one stage, of several
 
 
 def policy_names() -> list[str]:
@@ -32,9 +35,15 @@ def policy_names() -> list[str]:
 
 
 def run_policies(folder: Path) -> dict[int, Path]:
-    """The best policy of each seed of a run, lowest seed first."""
-    files = [(SEED.fullmatch(path.stem), path) for path in folder.glob("best-seed*.safetensors")]
+    """The best policy of each seed of a run, lowest seed first; after several stages, the exported one."""
+    files = [(SEED.fullmatch(path.stem), path) for path in folder.glob("*-seed*.safetensors")]
     found = {int(match[1]): path for match, path in files if match}
+    if (folder / RECIPE).exists() and not found:
+        if not (only := folder / POLICY).exists():
+            raise UserError(
+                f"{folder} holds no policy yet; its last stage is ahead: safeicrl train --resume {folder}"
+            )
+        found = {int(read_card(only).get("training", {}).get("seed", 0)): only}
     if not found:
         raise UserError(f"{folder} holds no policy (best-seed*.safetensors); its first evaluation writes one")
     return dict(sorted(found.items()))
@@ -54,6 +63,8 @@ def find_policy(name_or_path: str | Path) -> Path:
     if text in policy_names():
         return PRETRAINED / f"{text}.safetensors"
     if path.is_dir():
+        if (path / RECIPE).exists() and (path / POLICY).exists():
+            return path / POLICY
         return next(iter(run_policies(path).values()))
     file = policy_file(path)
     if not file.exists() and path.suffix not in ("", ".json"):

@@ -40,17 +40,17 @@ def save(path: Path, tree: PyTree, *, kind: str, meta: dict[str, Any]) -> None:
     atomic_write(path, _serialise(arrays, header))
 
 
-def load(path: Path, like: PyTree, *, kind: str) -> tuple[PyTree, dict[str, Any]]:
+def load(path: Path, like: PyTree, *, kind: str, any_shape: bool = False) -> tuple[PyTree, dict[str, Any]]:
     """Read what `save` wrote into a tree like `like` (arrays or their shapes); its other leaves stay.
 
-    Returns the tree and the metadata.
+    With `any_shape` the arrays may have other shapes than those of `like`. Returns the tree and the metadata.
     """
     arrays, meta = read(path, kind=kind)
     leaves, structure = tree_flatten_with_path(like)
     wanted = named_arrays(like)
     _check_names(path, wanted, arrays)
     restored = [
-        _from_numpy(path, name, arrays[name], leaf) if (name := _name(where)) in wanted else leaf
+        _from_numpy(path, name, arrays[name], leaf, any_shape) if (name := _name(where)) in wanted else leaf
         for where, leaf in leaves
     ]
     return tree_unflatten(structure, restored), meta
@@ -173,10 +173,10 @@ def _to_numpy(leaf: Any) -> np.ndarray:
     return np.ascontiguousarray(np.asarray(data)).reshape(data.shape)  # ascontiguousarray makes [] into [1]
 
 
-def _from_numpy(path: Path, name: str, array: np.ndarray, like: Any) -> jax.Array:
+def _from_numpy(path: Path, name: str, array: np.ndarray, like: Any, any_shape: bool) -> jax.Array:
     expected = jax.eval_shape(jax.random.key_data, like) if _is_key(like) else like
     for what, found, wanted in (
-        ("shape", array.shape, tuple(expected.shape)),
+        ("shape", array.shape, array.shape if any_shape else tuple(expected.shape)),
         ("type", array.dtype.name, np.dtype(expected.dtype).name),
     ):
         if found != wanted:

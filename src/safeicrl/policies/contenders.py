@@ -14,7 +14,8 @@ from safeicrl.envs.wrappers import Wrapped
 from safeicrl.errors import Approximation, UserError, check_budget, unknown_name
 from safeicrl.evaluation.evaluate import evaluate
 from safeicrl.evaluation.results import Results
-from safeicrl.policies.catalogue import changed_env, policy_names, run_policies
+from safeicrl.files import RECIPE
+from safeicrl.policies.catalogue import SEED, changed_env, policy_names, run_policies
 from safeicrl.policies.policy import Policy, load_policy
 
 
@@ -103,7 +104,7 @@ def released_seeds(name_or_path: str, **options: Any) -> dict[str, Contender]:
 def _name(path: Path) -> str:
     """The name of a policy whose card has none: its file's, or that of its run."""
     path = path.resolve()
-    if path.stem.startswith("best-seed"):
+    if SEED.fullmatch(path.stem) or (path.parent / RECIPE).exists():
         path = path.parent
     return path.name if path.is_dir() else path.stem
 
