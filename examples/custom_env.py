@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from safeicrl.algos.scared import Scared, ScaredConfig
-from safeicrl.envs.api import Discrete, EnvSpec, Grid, Step
+from safeicrl.envs.api import EnvSpec, Step
 from safeicrl.envs.registry import make_env, register
+from safeicrl.envs.spaces import Discrete, Grid
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers.ppo import PPOConfig
 from safeicrl.penalty import PenaltyConfig

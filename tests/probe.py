@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from safeicrl.envs.api import Box, Discrete, EnvSpec, Step, record
+from safeicrl.envs.api import EnvSpec, Step, record
+from safeicrl.envs.spaces import Box, Discrete
 
 
 @record

@@ -15,9 +15,10 @@ from probe import Push
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.algos.scared import Scared, ScaredConfig
 from safeicrl.cli import main
-from safeicrl.envs.api import Box, Discrete, EnvSpec
+from safeicrl.envs.api import EnvSpec
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.envs.registry import env_to_plain
+from safeicrl.envs.spaces import Box, Discrete
 from safeicrl.errors import UserError, check_risk
 from safeicrl.evaluation.archive import load_results
 from safeicrl.nets.guard import Guard, tolerated

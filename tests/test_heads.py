@@ -13,8 +13,9 @@ from scipy.stats import norm
 
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.agents.reference import RandomAgent
-from safeicrl.envs.api import Box, replace
+from safeicrl.envs.api import replace
 from safeicrl.envs.dark_room import SafeDarkRoom
+from safeicrl.envs.spaces import Box
 from safeicrl.errors import UserError
 from safeicrl.nets.heads import HIDDEN, LOG_STD, Categorical, Critic, Levels, PolicyNet, TanhNormal
 from safeicrl.nets.transformer import NetConfig, featurise

@@ -17,9 +17,10 @@ from probe import Push
 from safeicrl.agents.reference import RandomAgent
 from safeicrl.cli import main
 from safeicrl.envs import draw
-from safeicrl.envs.api import Box, EnvSpec
+from safeicrl.envs.api import EnvSpec
 from safeicrl.envs.mujoco import physics, scene
 from safeicrl.envs.registry import make_env
+from safeicrl.envs.spaces import Box
 from safeicrl.envs.wrappers import Revealed
 from safeicrl.errors import Approximation, UserError
 from safeicrl.evaluation.archive import load_results, save_results
@@ -212,6 +213,7 @@ def test_the_recipes_are_what_the_shipped_policies_were_trained_with(world):
     ("name", "run"),
     [
         ("darkroom", "safe-dark-room/training"),
+        ("darkroom-guard", "safe-dark-room-guard/training"),
         ("darkroom-small", "darkroom-small"),
     ],
 )

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from safeicrl.agents.mlp import MlpAgent
-from safeicrl.envs.api import Env, Grid, Key, PyTree, replace
+from safeicrl.envs.api import Env, Key, PyTree, replace
+from safeicrl.envs.spaces import Grid
 from safeicrl.errors import UserError
 from safeicrl.optimisers.lagrangian import Learner, LearnerState, PPOLagConfig
 

@@ -15,7 +15,8 @@ import optax
 
 from safeicrl.agents.api import Agent
 from safeicrl.agents.decision import DecisionAgent
-from safeicrl.envs.api import Discrete, Env, Key, PyTree, record, replace
+from safeicrl.envs.api import Env, Key, PyTree, record, replace
+from safeicrl.envs.spaces import Discrete
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.histories.store import open_histories
 from safeicrl.histories.windows import Windows, make_windows, measure_scales

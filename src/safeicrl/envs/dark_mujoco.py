@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from safeicrl.envs import spawn
-from safeicrl.envs.api import Box, EnvSpec, Key, Split, Step, check_split, record
+from safeicrl.envs.api import EnvSpec, Key, Split, Step, check_split, record
 from safeicrl.envs.mujoco import models, physics
 from safeicrl.envs.mujoco.physics import Job, RobotState
+from safeicrl.envs.spaces import Box
 from safeicrl.errors import UserError, check_integer, check_number, check_range
 
 EXTENT = 1.5  # the arena is [−EXTENT, EXTENT]², metres

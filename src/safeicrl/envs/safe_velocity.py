@@ -11,9 +11,10 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from safeicrl.envs.api import Box, EnvSpec, Key, Split, Step, check_split, record
+from safeicrl.envs.api import EnvSpec, Key, Split, Step, check_split, record
 from safeicrl.envs.mujoco import models, physics
 from safeicrl.envs.mujoco.physics import Job, PhysicsState, RobotState
+from safeicrl.envs.spaces import Box
 from safeicrl.errors import check_integer, check_number, check_range
 
 MULTIPLIERS = (0.50, 0.55, 0.60, 0.65, 0.70, 0.75, 0.80, 0.85, 0.90, 0.95, 1.00)

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from safeicrl.envs.api import Box, EnvSpec, Key, record
+from safeicrl.envs.api import EnvSpec, Key, record
+from safeicrl.envs.spaces import Box
 from safeicrl.errors import UserError
 from safeicrl.nets.decision_transformer import Scales, Steps
 

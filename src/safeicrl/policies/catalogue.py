@@ -14,8 +14,9 @@ from safeicrl.agents.decision import DecisionAgent
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.agents.mlp import MlpAgent
 from safeicrl.config import from_plain
-from safeicrl.envs.api import Discrete, Env, EnvSpec
+from safeicrl.envs.api import Env, EnvSpec
 from safeicrl.envs.registry import env_from_plain
+from safeicrl.envs.spaces import Discrete
 from safeicrl.errors import UserError, check_integer, unknown_name
 from safeicrl.files import RECIPE
 from safeicrl.nets.decision_transformer import DecisionConfig, DecisionNet, unit_scales

@@ -11,9 +11,10 @@ import numpy as np
 from rich.console import Console
 
 from safeicrl.agents.api import Agent, WrappedAgent
-from safeicrl.envs.api import Box, Env, EnvSpec, Key, PyTree, Split, Step, replace
+from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, Split, Step, replace
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.envs.mujoco import models, scene
+from safeicrl.envs.spaces import Box
 from safeicrl.envs.wrappers import Wrapped
 from safeicrl.errors import UserError
 from safeicrl.policies.contenders import Contender
