@@ -126,27 +126,6 @@ def _darkroom_guard() -> Recipe:
     return Recipe.single("darkroom-guard", Experiment(env=SafeDarkRoom(), algo=algo, train=train))
 
 
-def _darkroom_ddpg() -> Recipe:
-    algo = ScaredConfig(
-        iterations=190,
-        rows=256,
-        queue=6,
-        budget_power=2.0,
-        net=NetConfig(heads=4),
-        penalty=PenaltyConfig(step=0.01, final_step=0.1, bound=0.2, cap=0.6),  # above 1 the agent unlearns
-        optimiser="ddpg",
-        ddpg=DDPGConfig(
-            learning_rate=1e-3, capacity=1024, discount=0.998, trace=0.95, target_rate=0.005, trust=5.0,
-            exploration=(0.2, 0.02),
-        ),
-        ppo=PPOConfig(epochs=2, minibatch=32, learning_rate=(1e-3, 5e-5), entropy=(0.02, 0.001)),
-    )  # fmt: skip
-    evaluation = EvalConfig(every=40, tasks=300, rows=300, temperature=0.4, tolerance=0.05)
-    # checkpoints are rare because each holds the replay
-    train = TrainConfig(minutes=15.0, checkpoint_minutes=5.0, evaluation=evaluation)
-    return Recipe.single("darkroom-ddpg", Experiment(env=SafeDarkRoom(), algo=algo, train=train))
-
-
 def _darkroom_paper() -> Recipe:
     algo = ScaredConfig(
         iterations=1000,
@@ -395,9 +374,6 @@ def _track_line(line: Line, *, world: str, changes: dict[str, Any], args: tuple[
 PRESETS: dict[str, Preset] = {
     "darkroom": Preset(summary="SCARED in the paper's room: one GPU, 9 min", make=_darkroom),
     "darkroom-guard": Preset(summary="with a guard, for safe exploring: one GPU, 5 min", make=_darkroom_guard),
-    "darkroom-ddpg": Preset(
-        summary="by the off-policy optimiser: one GPU, 15 min at most", make=_darkroom_ddpg
-    ),
     "darkroom-paper": Preset(
         summary="closest to Algorithm 1: one GPU, 15 min at most", make=_darkroom_paper
     ),
