@@ -64,9 +64,9 @@ def test_a_revealed_environment_adds_the_task_to_what_is_seen_and_changes_nothin
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"name": "safe-dark-room"}, "safe-dark-room has a grid's cells; there the planner"),
+        ({"name": "safe-dark-room"}, "safe-dark-room has cells of a grid; there the planner"),
         ({"name": "revealed"}, "a revealed task must be made from another environment, not from revealed"),
-        ({"name": "fixed-task"}, "not of fixed-task"),
+        ({"name": "fixed-task"}, "not from fixed-task"),
         ({"name": "safe-dark-pint"}, "Did you mean 'safe-dark-point'"),
         ({"args": ("hazards",)}, "a revealed task takes name=value pairs, got 'hazards'"),
     ],
