@@ -67,7 +67,7 @@ def test_impossible_rooms(parameters, message):
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        ({"goal": (4, 4), "obstacles": []}, "goal (4, 4) lies on the start cell"),
+        ({"goal": (4, 4), "obstacles": []}, "the goal must not lie on the start cell, got (4, 4)"),
         ({"goal": (0, 0), "obstacles": [(4, 4)]}, "the start cell (4, 4) must not be an obstacle"),
         ({"goal": (0, 0), "obstacles": [(0, 0)]}, "the goal cell (0, 0) must not be an obstacle"),
         ({"goal": (0, 9), "obstacles": []}, "goal (0, 9) is outside the 9×9 room"),

@@ -132,6 +132,15 @@ def test_lines_are_named_in_their_colours_and_references_always_look_the_same():
     assert "greedy" in figure.get_supxlabel()
 
 
+@pytest.mark.parametrize("draw", [plots.by_episode, plots.by_budget, plots.over_budget])
+def test_a_figure_says_what_its_bands_are(draw):
+    seeds = [results("mine", seed=seed) for seed in range(2)]
+    said = lambda some: draw(group(some)).get_suptitle()  # noqa: E731
+    assert said(seeds[:1]) == "lines: mean · bands: ± standard error over tasks"
+    assert said(seeds) == "lines: mean · bands: ± standard error over seeds"
+    assert said([*seeds, results("planner")]).endswith("over seeds, or over tasks where there is one seed")
+
+
 def test_one_budget_only():
     one = results()
     fixed = Results(

@@ -224,7 +224,7 @@ def test_a_fixed_task_is_one_task_whoever_asks():
     ("changes", "message"),
     [
         ({"name": "safe-dark-rom"}, "unknown environment 'safe-dark-rom'.* Did you mean 'safe-dark-room'"),
-        ({"name": "fixed-task"}, "not of fixed-task"),
+        ({"name": "fixed-task"}, "not from fixed-task"),
         ({"args": ("size",)}, "name=value pairs, got 'size'"),
         ({"args": ("sizes=3",)}, "unknown parameter of safe-dark-room 'sizes'"),
         ({"limit": -1.0}, "limit must be a finite number ≥ 0"),

@@ -13,9 +13,9 @@ from safeicrl.agents.reference import (
     OBSTACLE,
     UNKNOWN,
     ExplorerAgent,
-    Memory,
     PlannerAgent,
     RandomAgent,
+    RoomMap,
     optimum,
 )
 from safeicrl.envs.api import replace
@@ -156,7 +156,7 @@ def test_a_known_goal_out_of_budget_sends_the_explorer_looking(budget, action):
         cells = cells.at[0, 2].set(OBSTACLE).at[0, 0].set(GOAL)  # further in: three obstacles on the way
     token = first_token(env.spec, jnp.array([2, 2]), jnp.float32(budget))
     token = jax.tree.map(lambda x: x[None], replace(token, episode=jnp.int32(1), action=jnp.int32(0)))
-    memory = Memory(cells=cells, stuck=jnp.array([False]))
+    memory = RoomMap(cells=cells, stuck=jnp.array([False]))
     assert int(ExplorerAgent(env).act(memory, token, KEY)[1][0]) == action
 
 

@@ -62,9 +62,9 @@ def test_a_revealed_environment_adds_the_task_to_what_is_seen_and_changes_nothin
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"name": "safe-dark-room"}, "safe-dark-room has a grid's cells; there the planner"),
-        ({"name": "revealed"}, "a revealed task must be one of another environment, not of revealed"),
-        ({"name": "fixed-task"}, "not of fixed-task"),
+        ({"name": "safe-dark-room"}, "safe-dark-room has cells of a grid; there the planner"),
+        ({"name": "revealed"}, "a revealed task must be made from another environment, not from revealed"),
+        ({"name": "fixed-task"}, "not from fixed-task"),
         ({"name": "safe-dark-pint"}, "Did you mean 'safe-dark-point'"),
         ({"args": ("hazards",)}, "a revealed task takes name=value pairs, got 'hazards'"),
     ],
@@ -398,7 +398,7 @@ def test_a_score_between_two_lines_by_hand():
         (results([[0, 0], [0, 0]], seed=1), "differ in their seed, 1 and 0|differ in their seed, 0 and 1"),
         (results([[0, 0], [0, 0]], env={"name": "safe-dark-car", "parameters": {}}), "differ in their environment"),
         (results([[0, 0, 0], [0, 0, 0]]), "differ in their trials, 2 of 2 episodes and 2 of 3 episodes"),
-        (results([[2, 2], [2, 2]]), "the upper line, 'x', is not above the lower one"),
+        (results([[2, 2], [2, 2]]), "the upper baseline 'x' must return more than the lower one"),
     ],
 )
 def test_what_cannot_be_compared(other, message):

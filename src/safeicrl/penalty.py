@@ -1,26 +1,19 @@
-r"""The paper's heart: how the cost constraints of all episodes become one penalty with one multiplier.
+r"""The core of the paper: the cost constraints of all episodes become one penalty with one multiplier λ.
 
-The problem (Eq. 4):      max_π E[Σ_k G(τ_k)]   s.t.  g_k(π) = E[G_c(τ_k)] − δ ≤ 0  for every episode k.
-The surrogate:            L_Σ(π, λ) = E[Σ_k G(τ_k)] − λ Σ_k [g_k(π)]₊          → `surrogate`
-The iteration (Eq. 6):    π ← argmax_π L_Σ(π, λ),   λ ← [λ + η max_k g_k(π)]₊  → `update_multiplier`
+    Eq. 4, the problem    max_π E[Σ_k G(τ_k)]  s.t.  g_k(π) = E[G_c(τ_k)] − δ ≤ 0 for every episode k
+                          g_k: `constraint`
+    Eq. 5, its dual       min_λ max_π E[Σ_k G(τ_k)] − Σ_k λ_k g_k(π)
+                          one multiplier per episode, the ablation: `PenaltyConfig.dual` "naive"
+    the surrogate         L_Σ(π, λ) = E[Σ_k G(τ_k)] − λ Σ_k [g_k(π)]₊
+                          `surrogate`; step by step: `excess_cost`, or the paper's own `over_budget`
+    Eq. 6, the iteration  π ← argmax_π L_Σ(π, λ)       the optimisers: optimisers/ppo.py, optimisers/ddpg.py
+                          λ ← [λ + η max_k g_k(π)]₊    `update_multiplier`
 
-Readings taken here, and why:
+Where the paper leaves a choice, or its text and its pseudocode differ, the reading taken is beside the function.
+One reading concerns all of them: δ is the trial's own budget, drawn anew for each trial, and the constraints must
+hold at every budget. One λ still suffices, once it exceeds the largest multiplier of any episode at any budget.
 
-* δ is the trial's own budget, sampled per trial. Eq. 6 must then hold for every budget. Averaged over mixed
-  budgets, slack at large ones cancels violations at small ones and λ stays 0. The exact-penalty argument extends
-  as it is: one multiplier serves all episodes and all budgets once it exceeds the largest of their multipliers.
-  So `max_of_means` takes the max over episodes *and* budget bins.
-* Algorithm 1 adds up, per trajectory, max_k C_k − δ: a mean of maxima, never below Eq. 6's maximum of means.
-  Both are here: `mean_of_max`, `max_of_means`. (As printed, Algorithm 1 sets C_max to −∞ inside the episode
-  loop, which would make it the last episode's cost; it is initialised once per trajectory.)
-* Both compare costs with δ in expectation. `hinge` measures what users ask for: the mean of (C − δ)₊, episode by
-  episode, against a small tolerance, at the worst budget bin.
-* The theory's g_k are the current policy's, so λ follows the trials just played (`source` "rollout"). Algorithm 1
-  samples from replay, where early exploration keeps pushing λ up: "replay".
-* Eq. 6 projects onto λ ≥ 0. A cap and a bound on one step's signal keep early, wild policies from driving λ
-  where the reward no longer counts.
-
-Arrays are [trial, episode], in the record `Episodes` of trial.py; `played` marks the episodes that were finished.
+Sampled episodes are the record `Episodes` of trial.py, [trial, episode]; those that never ended are ignored.
 """
 
 from dataclasses import dataclass
@@ -44,16 +37,16 @@ Edges = jax.Array | np.ndarray  # [bin + 1], see budgets.budget_edges
 class PenaltyConfig:
     """How the constraint is enforced."""
 
-    form: Literal["excess", "paper"] = "excess"  # what the actor is penalised for, see below
+    form: Literal["excess", "paper"] = "excess"  # what the actor pays for: `excess_cost`, or `over_budget`
     dual: Literal["exact", "naive"] = "exact"  # one multiplier (the paper), or one per episode (its ablation)
-    signal: Signal = "hinge"  # what drives the one multiplier
-    source: Literal["rollout", "replay"] = "rollout"  # whose costs: trials just played, or all in replay (ddpg)
+    signal: Signal = "hinge"  # what moves the one multiplier, see `update_multiplier`
+    source: Literal["rollout", "replay"] = "rollout"  # whose costs move it: just played, or also in replay
     step: float = 0.02  # η
     final_step: float | None = None  # η at the end of the run, towards which it moves linearly; None: constant
-    tolerance: float = 0.01  # of `hinge`: mean cost over budget an episode may have
+    tolerance: float = 0.01  # of `hinge`: the mean excess cost per episode that λ leaves alone
     initial: float = 0.0  # λ at the start
-    cap: float = 50.0  # λ at most
-    bound: float = 0.5  # of one step's signal, both ways
+    cap: float = 50.0  # the largest λ, see `update_multiplier`
+    bound: float = 0.5  # the largest signal of one step, up or down
     price: float = 0.0  # of cost within the budget, in units of reward, see `net_reward`; the paper's is 0
 
     def __post_init__(self) -> None:
@@ -75,8 +68,11 @@ class PenaltyConfig:
 
 
 def hinge(x: jax.Array) -> jax.Array:
-    """[x]₊"""
+    """[x]₊ = max(x, 0)."""
     return jnp.maximum(x, 0.0)
+
+
+# -- Eq. 4: the constraints, and the surrogate with all of them in one penalty ---------------------------------
 
 
 def constraint(episodes: Episodes) -> jax.Array:
@@ -90,31 +86,43 @@ def surrogate(episodes: Episodes, multiplier: jax.Array) -> jax.Array:
     return expected - multiplier * hinge(constraint(episodes)).sum()
 
 
-def max_of_means(episodes: Episodes, edges: Edges) -> jax.Array:
-    """max over episodes k and budget bins of the mean of C_k − δ: Eq. 6, for every budget; 0 if none was played."""
-    inside = in_bins(episodes.budgets, edges) & episodes.played[..., None]  # [trial, episode, bin]
-    means = _mean(episodes.excess[..., None], inside, axis=0)
-    return jnp.where(episodes.played.any(), jnp.where(inside.any(0), means, -jnp.inf).max(), 0.0)
+# -- Eq. 6, first line: π ← argmax L_Σ. What the actor pays λ for, step by step; arrays are [row, time] ----------
 
 
-def mean_of_max(episodes: Episodes) -> jax.Array:
-    """Mean over trials of max_k C_k − δ: Algorithm 1, line "dλ ← dλ + (C_e^max − δ)"."""
-    worst = jnp.where(episodes.played, episodes.excess, -jnp.inf).max(-1)
-    some = episodes.played.any(-1)
-    return _mean(jnp.where(some, worst, 0.0), some, axis=0)
+def excess_cost(trials: Trials) -> jax.Array:
+    """c̃_t = (C_≤t − δ)₊ − (C_<t − δ)₊: the part of this step's cost that lies beyond the budget (form "excess").
+
+    Over an episode it sums to (G_c − δ)₊, and it is Markov in what the agent sees, because CTG = δ − C_<t is an
+    input. So a critic can learn it, where [g_k]₊ belongs to no single step.
+
+    Reading: this optimises E[(G_c − δ)₊], which is not the [E[G_c] − δ]₊ of L_Σ. By Jensen's inequality it is never
+    smaller: cheap episodes do not make up for expensive ones, and it is 0 only if all episodes keep their budget.
+    """
+    before = -trials.token.ctg  # C_<t − δ
+    return hinge(before + trials.cost) - hinge(before)
 
 
-def hinge_by_bin(episodes: Episodes, edges: Edges) -> jax.Array:
-    """Mean of (C − δ)₊ over the episodes of each budget bin, [bin]; 0 in an empty bin."""
-    inside = in_bins(episodes.budgets, edges) & episodes.played[..., None]
-    return _mean(hinge(episodes.excess)[..., None], inside, axis=(0, 1))
+def over_budget(trials: Trials) -> jax.Array:
+    """v_e = 1{C_e > δ} of Algorithm 1, at every step of its episode; the penalty is λ v_e Q^c (form "paper").
+
+    Reading: C_e is the realised cost of the whole episode, and no gradient flows through v_e. This penalises *all*
+    cost of a violating episode, where the excess form penalises only what lies beyond the budget.
+    """
+    # Carry the episode's total backwards from its last step (or from where the row was cut).
+    last = trials.done.at[..., -1].set(True)
+    total = linear_recurrence(jnp.where(last, 0.0, 1.0), jnp.where(last, trials.episode_cost, 0.0))
+    return is_over(total, trials.budget).astype(jnp.float32)
 
 
-def over_by_bin(episodes: Episodes, edges: Edges) -> jax.Array:
-    """Share of episodes over their budget in each budget bin, [bin]; 0 in an empty bin."""
-    inside = in_bins(episodes.budgets, edges) & episodes.played[..., None]
-    over = is_over(episodes.costs, episodes.budgets)
-    return _mean(over[..., None].astype(jnp.float32), inside, axis=(0, 1))
+def net_reward(trials: Trials, config: PenaltyConfig) -> jax.Array:
+    """The reward minus `config.price` for each unit of cost that this step takes from the budget.
+
+    Beyond the paper: L_Σ does not count cost within the budget. With a price, the agent spends only where it pays.
+    """
+    return trials.reward - config.price * (trials.cost - excess_cost(trials))
+
+
+# -- Eq. 6, second line: λ ← [λ + η max_k g_k]₊ ------------------------------------------------------------------
 
 
 def update_multiplier(
@@ -124,13 +132,20 @@ def update_multiplier(
     config: PenaltyConfig,
     progress: jax.Array | float = 0.0,
 ) -> jax.Array:
-    """λ ← [λ + η s]₊ (Eq. 6), s being the configured signal; λ is [] (exact) or [episode] (naive).
+    """λ ← [λ + η s]₊ with the signal s that `config` names; λ is [] (exact) or [episode] (naive).
 
-    `progress` is the share of the run that is over; η may grow with it. An agent that has not yet learned to
-    explore within a small budget stands still when λ is large, and one that stands still never learns to.
+    Readings: the theory's g_k are the current policy's, so λ follows the trials just played. Algorithm 1 samples
+    from replay, where early exploration keeps pushing λ up; with `source` "replay", `episodes` has those as well.
+
+    Eq. 6 only projects onto λ ≥ 0. `bound` and `cap` also keep wild early policies from driving λ so high that the
+    reward no longer counts. A λ that stays at `cap` while violations are left is outside Theorem 1: that is no
+    fixed point of Eq. 6, and the policy is neither feasible nor known to be optimal.
+
+    η may grow with `progress`, the share of the run that is over. With a large λ from the start, an agent stands
+    still before it has learned to explore within a small budget, and then never learns it.
     """
     if config.dual == "naive":
-        # The ablation: g_k of each episode drives its own λ_k. Episodes nobody played give no signal.
+        # Eq. 5: g_k of each episode drives its own λ_k. An episode that nobody played gives no signal.
         signal = jnp.where(episodes.played.any(0), constraint(episodes), 0.0)
     elif config.signal == "hinge":
         signal = hinge_by_bin(episodes, edges).max() - config.tolerance
@@ -144,42 +159,48 @@ def update_multiplier(
     return jnp.clip(multiplier + step * signal, 0.0, config.cap)
 
 
+def max_of_means(episodes: Episodes, edges: Edges) -> jax.Array:
+    """Eq. 6's max_k g_k, the largest mean of C_k − δ; 0 if nothing was played.
+
+    Reading: the maximum is over episodes *and* budget bins. In a mean over mixed budgets, slack at large budgets
+    would cancel violations at small ones, and λ would stay 0.
+    """
+    inside = in_bins(episodes.budgets, edges) & episodes.played[..., None]  # [trial, episode, bin]
+    means = _mean(episodes.excess[..., None], inside, axis=0)
+    return jnp.where(episodes.played.any(), jnp.where(inside.any(0), means, -jnp.inf).max(), 0.0)
+
+
+def mean_of_max(episodes: Episodes) -> jax.Array:
+    """The mean over trials of max_k C_k − δ: Algorithm 1, line "dλ ← dλ + (C_e^max − δ)".
+
+    It is never below Eq. 6's maximum of means. Reading: C^max is initialised once per trajectory. As printed, it is
+    set to −∞ inside the episode loop, which would make it the last episode's cost.
+    """
+    worst = jnp.where(episodes.played, episodes.excess, -jnp.inf).max(-1)
+    some = episodes.played.any(-1)
+    return _mean(jnp.where(some, worst, 0.0), some, axis=0)
+
+
+def hinge_by_bin(episodes: Episodes, edges: Edges) -> jax.Array:
+    """The mean of (C − δ)₊ over the episodes of each budget bin, [bin]; 0 in an empty bin.
+
+    Not in the paper, whose two signals compare costs with δ in expectation. This one measures what users ask for:
+    every single episode within its budget. The worst bin counts, against a small tolerance.
+    """
+    inside = in_bins(episodes.budgets, edges) & episodes.played[..., None]
+    return _mean(hinge(episodes.excess)[..., None], inside, axis=(0, 1))
+
+
+def over_by_bin(episodes: Episodes, edges: Edges) -> jax.Array:
+    """The share of episodes over their budget in each budget bin, [bin], for the log; 0 in an empty bin."""
+    inside = in_bins(episodes.budgets, edges) & episodes.played[..., None]
+    over = is_over(episodes.costs, episodes.budgets)
+    return _mean(over[..., None].astype(jnp.float32), inside, axis=(0, 1))
+
+
 def in_bins(budget: jax.Array, edges: Edges) -> jax.Array:
-    """Membership of each budget in each bin, [..., bin]."""
+    """Whether each budget is in each bin, [..., bin] bool."""
     return bin_of(budget, edges)[..., None] == jnp.arange(len(edges) - 1)
-
-
-# What the actor is penalised for, step by step. All arrays [row, time].
-
-
-def excess_cost(trials: Trials) -> jax.Array:
-    """c̃_t = (C_≤t − δ)₊ − (C_<t − δ)₊: the part of this step's cost that lies beyond the budget.
-
-    Its sum over an episode is exactly (G_c − δ)₊, the hinge inside L_Σ, and it is Markov in what the agent sees,
-    because CTG = δ − C_<t is an input. A critic of c̃ therefore optimises L_Σ directly.
-    """
-    before = -trials.token.ctg  # C_<t − δ
-    return hinge(before + trials.cost) - hinge(before)
-
-
-def net_reward(trials: Trials, config: PenaltyConfig) -> jax.Array:
-    """The reward less the price of what the step's cost takes from the budget.
-
-    Beyond the paper: to L_Σ, cost within the budget is nothing. A price makes the agent buy only what pays.
-    """
-    return trials.reward - config.price * (trials.cost - excess_cost(trials))
-
-
-def over_budget(trials: Trials) -> jax.Array:
-    """v_e = 1{C_e > δ} of Algorithm 1, broadcast to every step of its episode; the paper's penalty is λ v_e Q^c.
-
-    Reading: on the realised cost of the whole episode, with no gradient through it. It penalises *all* cost of a
-    violating episode, where the excess form penalises only what lies beyond the budget.
-    """
-    # Carry the episode's total backwards from its last step (or from where the row was cut).
-    last = trials.done.at[..., -1].set(True)
-    total = linear_recurrence(jnp.where(last, 0.0, 1.0), jnp.where(last, trials.episode_cost, 0.0))
-    return is_over(total, trials.budget).astype(jnp.float32)
 
 
 def _mean(values: jax.Array, mask: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:

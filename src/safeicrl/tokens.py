@@ -1,4 +1,4 @@
-"""The token: all an agent is told at one step, whoever runs the episodes."""
+"""The token: all that an agent is told at one step."""
 
 import jax
 import jax.numpy as jnp
@@ -8,15 +8,15 @@ from safeicrl.envs.api import EnvSpec, record
 
 @record
 class Token:
-    """All an agent is told at one step; [row] here, [row, time] in a `Trials` record.
+    """All that an agent is told at one step; [row] here, [row, time] in a `Trials` record.
 
-    The last transition is whole (previous observation, action, reward, cost): the observation that ended an
-    episode is replaced by the next episode's first, so without `previous` nobody could tell where the goal was.
-    `time` and `episode` say where in the trial the token stands; they serve as its position.
+    It holds the whole last transition (previous observation, action, reward, cost). The observation that ended an
+    episode is replaced by the next episode's first one, so without `previous` nobody could tell where the goal was.
+    `time` and `episode` are the token's position in the trial.
     """
 
     observation: jax.Array  # [row, obs]
-    previous: jax.Array  # [row, obs] the observation before; of a trial's first token: the same again
+    previous: jax.Array  # [row, obs] the observation before; at a trial's first token, the same one
     action: jax.Array  # [row] int32, −1 at a trial's first token; or [row, act], zeros there
     reward: jax.Array  # [row] of the last step
     cost: jax.Array  # [row] of the last step

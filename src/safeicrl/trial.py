@@ -1,10 +1,10 @@
 """Trials: K episodes on one task, one budget, a context that grows through all of them.
 
-`run_trials` is one jitted scan over thousands of rows; training and evaluation both use it. Each row plays a
-*queue* of trials one after another until its steps run out. Evaluation gives every row a queue of one; the
-learner gives several, so that a row whose agent reaches its goals early goes on with the next task instead of
-idling. Two kinds of boundary are kept apart everywhere: an episode ends (`terminated | truncated`), and a trial
-ends (its K-th episode ended).
+`run_trials` is one jitted scan over thousands of rows, for training and evaluation. Each row plays a *queue* of
+trials, one after another, until its steps run out. In evaluation a queue holds one trial. In training it holds
+several: a row whose agent reaches its goals early goes on with the next task instead of idling. Two kinds of
+boundary are kept apart everywhere: an episode ends (`terminated | truncated`), and a trial ends (its K-th episode
+has ended).
 """
 
 import itertools
@@ -48,7 +48,7 @@ class Trials:
 
     @property
     def learnable(self) -> jax.Array:
-        """Steps to learn from: valid, and not the last of a row cut in mid-trial, whose future is unknown."""
+        """Steps to learn from: all valid ones, except a cut row's last step, whose future is unknown."""
         last = jnp.arange(self.valid.shape[-1]) == self.valid.shape[-1] - 1
         return self.valid & (self.trial_done | ~last)
 
@@ -132,7 +132,7 @@ def run_trials(
     bounds = np.unique(np.linspace(0, steps, segments + 1).astype(int))  # more segments than steps: no empty ones
     for begin, end in itertools.pairwise(bounds):
         now = (carry, agent.extend(memory, int(end)))
-        # Rows that hold a queue of trials are meant to be full, as when training: not worth a branch.
+        # Rows with a queue of trials are meant to be full (training): there a branch would not pay.
         if begin and queue == 1:
             (carry, memory), played = jax.lax.cond(carry.over.all(), skip, segment, now, keys[begin:end])
         else:
@@ -184,7 +184,7 @@ def _advance(
 
 @record
 class Episodes:
-    """Undiscounted sums per episode, [trial, episode]; of an episode that is not `played`, over a part of it."""
+    """Undiscounted sums per episode, [trial, episode]; to be ignored where `played` is false."""
 
     returns: jax.Array
     costs: jax.Array

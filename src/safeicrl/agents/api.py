@@ -20,7 +20,7 @@ class Agent(Protocol):
         ...
 
     def extend(self, memory: PyTree, steps: int) -> PyTree:
-        """Make room for `steps` steps in all; called before each segment of the scan."""
+        """Make room for `steps` steps in total; called before each segment of the scan."""
         ...
 
     def act(self, memory: PyTree, token: Token, key: Key) -> tuple[PyTree, jax.Array, PyTree]:
@@ -29,7 +29,7 @@ class Agent(Protocol):
 
 
 class WrappedAgent(eqx.Module):
-    """An agent with another inside, whose memory it keeps: to change what that sees or does, write `act`."""
+    """An agent around another one, with the other's memory. Subclasses write `act`."""
 
     agent: Any  # an Agent
 
@@ -43,7 +43,7 @@ class WrappedAgent(eqx.Module):
 
 
 class WipedAgent(WrappedAgent):
-    """The same agent, made to forget at every episode: what in-context learning is worth is the difference."""
+    """The same agent, made to forget at every episode. The difference is what in-context learning is worth."""
 
     spec: EnvSpec = eqx.field(static=True)
 
@@ -58,15 +58,15 @@ class WipedAgent(WrappedAgent):
 def with_options(
     env: Env, agent: Agent, *, temperature: float | None = None, greedy: bool = False, wipe: bool = False
 ) -> tuple[Agent, dict[str, Any]]:
-    """The agent with its actions sampled at a temperature or greedy, its context kept or wiped.
+    """The agent with actions sampled at a temperature or greedy, and its context kept or wiped.
 
-    Also returns how to label that: {"actions": ..., "context": ...}.
+    Also returns both in words, for labels: {"actions": ..., "context": ...}.
     """
     if greedy and temperature is not None:
         raise UserError(f"greedy contradicts temperature {temperature}; give one of them")
     has = dataclasses.is_dataclass(agent) and hasattr(agent, "temperature")
     if (greedy or temperature is not None) and not has:
-        raise UserError(f"{type(agent).__name__} does not sample its actions: no temperature, no greedy")
+        raise UserError(f"{type(agent).__name__} does not sample actions: leave out temperature and greedy")
     if greedy:
         temperature = 0.0
     if temperature is not None:

@@ -1,4 +1,4 @@
-"""Safe AD as an agent: asks its decision transformer for actions that reach a return within a budget."""
+"""Safe AD as an agent: it asks its decision transformer for actions that reach a return within a budget."""
 
 import equinox as eqx
 import jax
@@ -16,18 +16,18 @@ RTG_FLOOR = 0.1  # the least return asked for, as a share of the greatest (paper
 
 @record
 class Memory:
-    """The last steps of each row's trial, from the left; what lies beyond `length` is later, so never seen."""
+    """The window: the last steps of each row's trial, from the left. What lies beyond `length` is never seen."""
 
     steps: Steps  # [row, context, ...]
     length: jax.Array  # [row] int32
-    start: jax.Array  # [row] int32, where the present episode begins; negative when it began before the window
+    start: jax.Array  # [row] int32, where the present episode begins; negative if before the window
 
 
 class DecisionAgent(eqx.Module):
     """Safe AD acting: it reads its whole window anew at every step, exactly as in training.
 
-    Keys and values kept from step to step would not do: when an episode ends, what its steps carry changes from the
-    return and cost that were asked for to those that came of it.
+    It cannot keep keys and values from step to step. When an episode ends, the numbers to go of its steps change
+    from the return and cost that were asked for to those that it really got.
     """
 
     net: DecisionNet
@@ -53,7 +53,7 @@ class DecisionAgent(eqx.Module):
         return memory
 
     def act(self, memory: Memory, token: Token, key: Key) -> tuple[Memory, jax.Array, PyTree]:
-        """Note the last step, ask for the next action."""
+        """Remember the last step, then ask for the next action."""
         space = self.net.spec.action
         memory = self.remember(memory, token)
         out = self.net(memory.steps, self.scales)  # [row, context, out]
@@ -77,7 +77,7 @@ class DecisionAgent(eqx.Module):
             reward=_put(steps.reward, at, token.reward),
             cost=_put(steps.cost, at, token.cost),
         )
-        # What an episode left of what was asked is taken off all its steps: then they carry what it really got.
+        # At an episode's end, subtract what is left of the request from all its steps: they then hold what it got.
         left = [jnp.where(at, x, 0).sum(1) for x in (steps.rtg - steps.reward, steps.ctg - steps.cost)]  # [row]
         ended = token.start[:, None] & (index >= memory.start[:, None])
         steps = replace(
@@ -99,13 +99,13 @@ class DecisionAgent(eqx.Module):
         return Memory(steps=steps, length=length + 1, start=jnp.where(token.start, length, memory.start - full))
 
     def target(self, budget: jax.Array) -> jax.Array:
-        """The return asked for with a budget: the paper's pairs, as a share of the greatest return in the data."""
+        """The return to ask for with a budget: the paper's pairs, as a share of the greatest return in the data."""
         share = budget / max(self.net.spec.test_budget[1], 1e-6)
         return self.scales.returns[1] * jnp.clip(share, RTG_FLOOR, 1.0)
 
     @property
     def known_budgets(self) -> tuple[float, float]:
-        """Least and greatest cost of an episode in the data: budgets that the network has met as a cost-to-go."""
+        """Least and greatest cost of an episode in the data: budgets that the network has seen as a cost-to-go."""
         least, most = (float(x) for x in self.scales.costs)
         return least, most
 

@@ -16,7 +16,7 @@ from safeicrl.tokens import Token
 
 
 class MlpAgent(eqx.Module):
-    """Acts by the actor network on the observation alone, whatever the budget."""
+    """Acts by the actor network on the observation alone; it does not see the budget."""
 
     net: FeedForward
     log_std: jax.Array | None  # [action], of continuous actions
@@ -26,7 +26,7 @@ class MlpAgent(eqx.Module):
 
     @classmethod
     def build(cls, spec: EnvSpec, hidden: tuple[int, ...]) -> "MlpAgent":
-        """An agent of this form, its arrays to be filled in."""
+        """An agent of this form; its arrays are filled in later."""
         outputs, log_std = action_outputs(spec)
         return cls(
             net=FeedForward(spec.observation.encoded_size, hidden, outputs, jax.random.key(0)),

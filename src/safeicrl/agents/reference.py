@@ -1,13 +1,13 @@
-"""Reference lines: what no knowledge, rules alone and full knowledge reach, as `Agent`s for `run_trials`.
+"""Reference agents: what is reached with no knowledge, with the rules alone, and with full knowledge.
 
     RandomAgent     uniform actions, any environment
     ExplorerAgent   SafeDarkRoom: knows the rules, not the room; remembers what it saw; never breaks its budget
     PlannerAgent    SafeDarkRoom: sees the room; the upper bound for each room and budget
 
-The two that plan share one dynamic programme, `arrival_values`: a shortest path over cell × budget left. Time
-needs no axis of its own, because moves are deterministic: the goal is within reach in t steps exactly when its
-shortest affordable path has at most t. Arrays inside have the rows last, where the CPU's vector lanes run along
-them, and cells as [row of the grid, column], where a neighbour is a shift instead of a gather.
+The two that plan share one dynamic programme, `arrival_values`: a shortest path over cell × budget left. It needs
+no axis for time, because moves are deterministic: the goal can be reached in t steps exactly when its shortest
+affordable path has at most t. Inside, arrays have the rows last, so that the CPU's vector lanes run along them, and
+cells are [row of the grid, column], so that a neighbour is a shift and not a gather.
 """
 
 import equinox as eqx
@@ -23,11 +23,11 @@ from safeicrl.tokens import Token, usable_budget
 INF = np.float32(np.inf)
 UNKNOWN, FREE, OBSTACLE, GOAL = range(4)  # what the explorer remembers of a cell
 GOAL_FIRST = np.float32(-(2**20))  # the value of a known goal: below that of any unknown cell
-CHECK_EVERY = 4  # sweeps between two looks at whether anything still changes: the look costs as much as a sweep
+CHECK_EVERY = 4  # sweeps between two checks for convergence: a check costs as much as a sweep
 
 
 class RandomAgent(eqx.Module):
-    """Uniform random actions: the lowest reference line."""
+    """Uniform random actions: the lowest baseline."""
 
     action: Discrete | Box = eqx.field(static=True)
 
@@ -43,38 +43,39 @@ class RandomAgent(eqx.Module):
 
 
 @record
-class Memory:
+class RoomMap:
     """What the explorer knows of the room it is in."""
 
     cells: jax.Array  # [size, size, row] UNKNOWN, FREE, OBSTACLE or GOAL
-    stuck: jax.Array  # [row] bool: no unknown cell can be entered with a way back any more, in this episode
+    stuck: jax.Array  # [row] bool: in this episode, no unknown cell with a way back is left
 
 
 class ExplorerAgent(eqx.Module):
     """Knows the rules and remembers, over a trial's episodes, which cells were free, an obstacle or the goal.
 
-    Goal known: the cheapest known route that is in time; the route it was found by is one. Goal unknown: on to
-    the unknown cell with the least steps + price · cost, where a unit of budget is priced at the steps left for
-    each unit left. It counts every unknown cell as an obstacle before it enters, and steps nowhere from where
-    the budget left would not pay the way back to a free cell: so it keeps its budget in every room. When no
-    unknown cell is left that allows a way back, it times its arrival at one for the episode's last step, after
-    which none is needed.
+    If the goal is known, it takes the cheapest known route that is in time; the route by which it found the goal
+    always is. Otherwise it goes to the unknown cell with the least steps + price · cost; the price of a unit of
+    budget is the number of steps left per unit left.
+
+    Before it enters an unknown cell, it assumes an obstacle there. It never steps where the rest of the budget
+    would not pay for the way back to a free cell, so it keeps its budget in every room. When no unknown cell with a
+    way back is left, it enters one with the episode's last step, after which it needs no way back.
     """
 
     env: SafeDarkRoom = eqx.field(static=True)
-    levels: int = eqx.field(static=True, default=11)  # plans with a budget of at most levels − 1, the rest unused
+    levels: int = eqx.field(static=True, default=11)  # it plans with a budget of at most levels − 1
 
-    def init(self, tasks: PyTree, rows: int) -> Memory:
-        """Nothing is known; the tasks are not looked at."""
+    def init(self, tasks: PyTree, rows: int) -> RoomMap:
+        """Nothing is known; the tasks are ignored."""
         cells = jnp.full((self.env.size, self.env.size, rows), UNKNOWN)
-        return Memory(cells=cells, stuck=jnp.zeros(rows, bool))
+        return RoomMap(cells=cells, stuck=jnp.zeros(rows, bool))
 
-    def extend(self, memory: Memory, steps: int) -> Memory:
+    def extend(self, memory: RoomMap, steps: int) -> RoomMap:
         """The memory has its full size from the start."""
         return memory
 
-    def act(self, memory: Memory, token: Token, key: Key) -> tuple[Memory, jax.Array, PyTree]:
-        """Remember the last step, plan, take the plan's first step."""
+    def act(self, memory: RoomMap, token: Token, key: Key) -> tuple[RoomMap, jax.Array, PyTree]:
+        """Remember the last step, plan, and take the plan's first step."""
         cells = self._remember(memory.cells, token)
         stuck = memory.stuck & ~token.start
         budget = jnp.clip(token.ctg, 0, self.levels - 1).astype(jnp.int32)
@@ -93,11 +94,11 @@ class ExplorerAgent(eqx.Module):
         go = jnp.isfinite(nearest) & (~stuck | (nearest == left))
         retreat = way_back[row, column, rows] + (cells[row, column, rows] != FREE)  # 0 for staying on a free cell
         action = jnp.where(go, value.argmin(axis=0), retreat.argmin(axis=0))
-        return Memory(cells=cells, stuck=stuck | ~go), action.astype(jnp.int32), None
+        return RoomMap(cells=cells, stuck=stuck | ~go), action.astype(jnp.int32), None
 
     def _remember(self, cells: jax.Array, token: Token) -> jax.Array:
         rows = jnp.arange(len(token.reward))
-        # The observation that ended an episode is gone; where the last action led follows from the rules.
+        # The observation that ended an episode is not told; the rules say where the last action led.
         row, column = (x[jnp.maximum(token.action, 0), rows] for x in _neighbours(token.previous, self.env.size))
         what = jnp.where(token.reward > 0, GOAL, jnp.where(token.cost > 0, OBSTACLE, FREE))
         start = divmod(self.env.start, self.env.size)
@@ -105,7 +106,7 @@ class ExplorerAgent(eqx.Module):
         return jnp.where(token.first, blank, cells.at[row, column, rows].set(what))
 
     def _plan(self, cells: jax.Array, reserve: jax.Array, price: jax.Array) -> jax.Array:
-        """Values of entering each cell, [level, size, size, row]: on to the goal, or else to the unknown."""
+        """Values of entering each cell on the way to the goal, or to an unknown cell; [level, size, size, row]."""
         left = jnp.arange(self.levels)[:, None, None, None] - 1
         unknown = jnp.where((cells == UNKNOWN) & (left >= reserve), 1.0, INF)
         return arrival_values(
@@ -119,7 +120,7 @@ class ExplorerAgent(eqx.Module):
         )
 
     def _allowance(self, value: jax.Array, budget: jax.Array, left: jax.Array) -> jax.Array:
-        """[row] The least budget that reaches a known goal in time, or all of it; `value` is [level, row]."""
+        """[row] The least budget that reaches a known goal in time, or else all of it; `value` is [level, row]."""
         enough = (value - GOAL_FIRST <= left) & (jnp.arange(self.levels)[:, None] <= budget)
         return jnp.where(enough.any(axis=0), enough.argmax(axis=0), budget)
 
@@ -134,9 +135,9 @@ class Plan:
 
 
 class PlannerAgent(eqx.Module):
-    """Reaches the goal if the budget allows it at all: at the lowest cost, and of those routes by the shortest.
+    """Reaches the goal whenever the budget allows it: by the cheapest route, and among those by the shortest.
 
-    Where no route is affordable it stays in the start cell, which costs nothing.
+    If no route is affordable, it stays in the start cell, which costs nothing.
     """
 
     env: SafeDarkRoom = eqx.field(static=True)
@@ -173,8 +174,8 @@ class PlannerAgent(eqx.Module):
 class Optimum:
     """What full knowledge reaches in a room; [row]."""
 
-    goal: jax.Array  # bool: the goal is in reach, in time and within the budget: the best return is 1, or else 0
-    cost: jax.Array  # the lowest cost of reaching the goal in time, whatever the budget; inf if impossible
+    goal: jax.Array  # bool: the goal can be reached in time and within the budget; the best return is 1, or else 0
+    cost: jax.Array  # the lowest cost of reaching the goal in time, for any budget; inf if impossible
     steps: jax.Array  # fewest steps at that cost
 
 
@@ -199,7 +200,7 @@ def steps_to_goal(env: SafeDarkRoom, tasks: Room) -> jax.Array:
         obstacle=obstacles,
         reserve=jnp.zeros_like(obstacles, jnp.int32),
         price=jnp.float32(0),
-        levels=env.max_steps + 1,  # no episode can cost more than a unit a step
+        levels=env.max_steps + 1,  # no episode can cost more than one unit per step
         sweeps=env.max_steps,
     )
     return jnp.where(goal, 0.0, _nearest(arrival))
@@ -227,7 +228,7 @@ def arrival_values(
 
     def sweep(_: int, value: jax.Array) -> jax.Array:
         ahead = _nearest(value)
-        # An obstacle leads on with one level less; that level 0 wraps round is harmless, it never enters one.
+        # Entering an obstacle takes one level. The roll wraps level 0 round, but level 0 never enters an obstacle.
         paid = jnp.roll(ahead, 1, axis=0) + enter_obstacle
         return jnp.minimum(target, jnp.minimum(ahead + enter_free, paid))
 
@@ -259,9 +260,9 @@ def _neighbours(observation: jax.Array, size: int) -> tuple[jax.Array, jax.Array
 
 
 def _way_back(free: jax.Array) -> jax.Array:
-    """Budget that the way from each cell to a free one needs at worst, [size, size, row].
+    """The budget that the way from each cell to a free one needs at worst, [size, size, row].
 
-    Four sweeps: a cell further in than that is as good as unreachable.
+    Four sweeps: a cell further away than that counts as unreachable.
     """
     need = jnp.where(free, 0.0, INF)
     for _ in range(4):

@@ -7,22 +7,21 @@ import jax
 from safeicrl.agents.api import Agent
 from safeicrl.envs.api import Env, Key, PyTree
 
-# Every update reports these, or those that the algorithm names in an attribute `metrics` of its own, "env_steps"
-# among them (Safe AD plays no episodes while it learns). `train` logs them by these names and refuses an iteration
-# in which one of them, or any metric whose name contains "loss" or "grad", is not finite. Other metrics may be (a
-# share per budget bin is nan when the bin was empty).
+# Every update reports these, unless the algorithm has its own list in an attribute `metrics`, with "env_steps" in
+# it (Safe AD plays no episodes while it learns). `train` logs them by these names. It refuses an iteration in which
+# one of them, or any metric with "loss" or "grad" in its name, is not finite. Other metrics may be nan.
 METRICS = ("env_steps", "return", "cost", "budget", "over_budget", "lambda")
 
 
 class Algorithm(Protocol):
     """One learning algorithm on one environment. Frozen: all that changes is in the train state.
 
-    Where it holds large arrays (a data set), it is a pytree (an Equinox module) itself: then they are arguments of
-    the compiled program and not constants in it.
+    An algorithm with large arrays (a data set) is itself a pytree, an Equinox module: the arrays are then arguments
+    of the compiled program and not constants in it.
 
     The train state is a pytree whose array leaves are everything that changes (parameters, optimiser,
     multiplier, normalisers, replay, step counters) and which has a field `key`. Its floating-point leaves are
-    always finite: an iteration that breaks this is rolled back, all but its key.
+    always finite: an iteration that breaks this is rolled back, except for its key.
     """
 
     @property
@@ -48,7 +47,7 @@ class Algorithm(Protocol):
         ...
 
     def start_from(self, state: PyTree, other: PyTree) -> PyTree:
-        """A new run's `state` with the networks of another run's; all else (multiplier, schedules) begins anew."""
+        """A new run's `state` with another run's networks; all else (multiplier, schedules) starts anew."""
         ...
 
     def agent(self, state: PyTree) -> Agent:
@@ -56,5 +55,5 @@ class Algorithm(Protocol):
         ...
 
     def card(self) -> dict[str, Any]:
-        """What rebuilds the agent around its arrays: "kind" (see policy.py) and whatever that kind needs."""
+        """What rebuilds the agent around its arrays: "kind" (policies/catalogue.py) and what that kind needs."""
         ...

@@ -30,13 +30,13 @@ from safeicrl.trial import Episodes, Trials, episode_sums, run_trials, sample_qu
 class ScaredConfig:
     """All of SCARED's settings."""
 
-    iterations: int = 600  # updates of the run, over which schedules move
-    rows: int = 512  # rows of trials an iteration
+    iterations: int = 600  # updates in the run; schedules move over all of them
+    rows: int = 512  # rows of trials per iteration
     queue: int = 4  # trials a row can hold; those that do not fit are cut
     episodes: int | None = None  # K; None: the environment's
     steps: int | None = None  # tokens in a row; None: a whole trial's worth
     segments: int = 6  # stages in which the KV cache grows while acting
-    budget_power: float = 1.5  # budgets are low + (high − low) u^power: > 1 practises small ones more
+    budget_power: float = 1.5  # budgets are low + (high − low) u^power: above 1, small ones are practised more
     spent: float = 0.0  # share of the episodes that begin overspent, see `draw`
     net: NetConfig = field(default_factory=NetConfig)
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)

@@ -5,9 +5,9 @@
     state, step       = env.step(key, state, action, task)
 
 The task is an argument of `reset` and `step`, and `reset` never resamples it: an agent can only learn in
-context when the task stays the same across episodes. Nothing here batches; `jax.vmap` does. Nothing resets
-by itself either: `step.observation` is the true final observation of a finished episode, and whoever runs
-the episodes (trial.py, gym.py) calls `reset`.
+context when the task stays the same across episodes. Environments handle one episode: `jax.vmap` makes batches
+of them. They do not reset themselves either: when an episode ends, `step.observation` is its true final
+observation, and the caller (trial.py, gym.py) calls `reset`.
 """
 
 import dataclasses
@@ -59,11 +59,11 @@ class EnvSpec:
 class Step:
     """What one environment step returns; batched by vmap."""
 
-    observation: jax.Array  # [obs]; of a finished episode: its final observation
+    observation: jax.Array  # [obs]; when the episode ends: its final observation
     reward: jax.Array  # []
     cost: jax.Array  # []
     terminated: jax.Array  # [] bool: the task ended the episode
-    truncated: jax.Array  # [] bool: the time limit did, and the task did not
+    truncated: jax.Array  # [] bool: the time limit ended it, and the task did not
 
 
 class Env(Protocol):

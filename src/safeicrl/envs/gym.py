@@ -4,10 +4,10 @@
     observation, info = env.reset(seed=0)
     observation, reward, terminated, truncated, info = env.step(1)     # info["cost"]
 
-The task stays the same across episodes, as in-context learning needs. A new one is drawn at the first reset, at
-`reset(seed=...)` (so a seed fixes task and episode alike) and at `reset(options={"new_task": True})`; a plain
-`reset()` never changes it. `reset(options={"task": ...})` lays one out by hand, and it stays until one of the
-other three happens. The face can show what an agent must not see: `env.unwrapped.task`, `render()`.
+The task stays the same across episodes: in-context learning needs that. A new task is drawn at the first reset, at
+`reset(seed=...)` (a seed fixes both the task and the episode) and at `reset(options={"new_task": True})`. A plain
+`reset()` never changes it. `reset(options={"task": ...})` sets a task laid out by hand, which stays until a new one
+is drawn. `env.unwrapped.task` and `render()` show what an agent must not see.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ from safeicrl.errors import UserError, unknown_name
 
 
 class Face:
-    """What differs between worlds. These defaults fit any environment; registry.py names the subclass of each."""
+    """What differs between environments. These defaults fit any; registry.py names the subclass of each."""
 
     render_modes: tuple[str, ...] = ()
     render_fps: int = 8
@@ -64,7 +64,7 @@ class DarkRoomFace(Face):
     render_modes = ("rgb_array", "ansi")
 
     def make_task(self, env: SafeDarkRoom, layout: Mapping[str, Any]) -> Room:
-        """`{"goal": (row, column), "obstacles": [(row, column), ...]}`, or a `Room`."""
+        """From `{"goal": (row, column), "obstacles": [(row, column), ...]}` or a `Room`."""
         if isinstance(layout, Room):
             return layout
         _check_entries(layout, ("goal", "obstacles"))
@@ -82,7 +82,7 @@ class DarkRoomFace(Face):
 
 
 class RobotFace(Face):
-    """MuJoCo worlds, in double precision: any physical state can be set at reset and is told at every step."""
+    """MuJoCo worlds, in double precision: reset can set any physical state, and `info` has it at every step."""
 
     render_modes = ("rgb_array",)
     options = ("qpos", "qvel")
@@ -109,7 +109,7 @@ class DarkMujocoFace(RobotFace):
     render_fps = 10
 
     def make_task(self, env: SafeDarkMujoco, layout: Mapping[str, Any]) -> Arena:
-        """`{"goal": (x, y), "hazards": [(x, y), ...]}`, or an `Arena`."""
+        """From `{"goal": (x, y), "hazards": [(x, y), ...]}` or an `Arena`."""
         if isinstance(layout, Arena):
             return layout
         _check_entries(layout, ("goal", "hazards"))
@@ -132,7 +132,7 @@ class VelocityFace(RobotFace):
     render_fps = 20
 
     def make_task(self, env: SafeVelocity, layout: Any) -> SpeedLimit:
-        """A number, `{"multiplier": number}` or a `SpeedLimit`."""
+        """From a number, `{"multiplier": number}` or a `SpeedLimit`."""
         if isinstance(layout, SpeedLimit):
             return layout
         if isinstance(layout, Mapping):
@@ -166,7 +166,7 @@ def _real_vector(name: str, value: Any, size: int) -> np.ndarray:
 
 
 def face_of(env: Env) -> Face:
-    """The face of a registered world; of any other environment, one that fits all."""
+    """The face of a registered environment; for any other, the one with the defaults."""
     name = name_of(env)
     return globals()[WORLDS[name].face]() if name else Face()
 
@@ -248,7 +248,7 @@ class GymEnv(gymnasium.Env):
         return jax.enable_x64(True) if self.face.dtype is np.float64 else nullcontext()
 
     def _to_gym(self, observation: Any) -> np.ndarray:
-        return np.array(observation, self.observation_space.dtype)  # a copy: callers keep what they are given
+        return np.array(observation, self.observation_space.dtype)  # a copy: callers may keep it
 
 
 class _Compiled(NamedTuple):
@@ -262,9 +262,9 @@ class _Compiled(NamedTuple):
 def _compile(env: Env) -> _Compiled:
     """The jitted functions of one environment, shared by all its faces so that each is traced once.
 
-    They run on the CPU whatever else is there, because the key they start from is committed to it: one step is
-    far too little work to send to an accelerator. What is left is the cost of crossing into Python, so a step
-    returns its four numbers as one array, and folds the time into one key instead of carrying it along.
+    They always run on the CPU, because the key they start from is committed to it: one step is far too little work
+    for an accelerator. Most of the time then goes into calls from Python. Therefore a step returns its four numbers
+    as one array, and its random key is made from the episode's key and the time.
     """
 
     def step(key: jax.Array, time: jax.Array, state: PyTree, action: jax.Array, task: PyTree) -> tuple:

@@ -1,4 +1,4 @@
-"""Centre-oriented (training) and edge-oriented (test) spawning, and how far apart the two are.
+"""Where goals and obstacles lie: near the centre in training, near the edge in tests; and how far apart these are.
 
 The paper, §"Measuring OOD generalization": P_train(i,j) ∝ exp(−α d((i,j), c)) and P_test(i,j) ∝ exp(+α d).
 Reading: d is the Euclidean distance, as the main text says; the proof of Proposition 1 writes its square,
@@ -28,9 +28,9 @@ def log_weights(size: int, alpha: float, split: Split) -> np.ndarray:
 
 
 def sample_cells(key: Key, log_weight: jax.Array, count: int) -> jax.Array:
-    """Draw `count` distinct flat cells one after another, each ∝ exp(log_weight) among those left.
+    """Draw `count` distinct flat cells one after another, each with p ∝ exp(log_weight) among those left.
 
-    Gumbel top-k: adding Gumbel noise and taking the k largest is exactly that sequential draw.
+    Gumbel top-k: adding Gumbel noise and taking the `count` largest is the same as drawing in sequence.
     """
     noise = jax.random.gumbel(key, log_weight.shape)
     return jax.lax.top_k(log_weight + noise, count)[1]

@@ -1,4 +1,4 @@
-"""Environments made from another one: a single task of it, or the same one with its hidden task told."""
+"""Environments made from another one: a single task of it, or the same one with its hidden task revealed."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,18 +14,18 @@ from safeicrl.errors import UserError, check_integer, check_number
 
 @dataclass(frozen=True)
 class Wrapped:
-    """Another environment by its name, so that a policy's card can name this one and build it again."""
+    """Another environment, given by name, so that a policy's card can store this one and rebuild it."""
 
     name: str = "safe-dark-room"  # of the environment
     args: tuple[str, ...] = ()  # its parameters, e.g. size=5 obstacles=6
 
     def __post_init__(self) -> None:
-        if isinstance(self.inner, Wrapped):  # an unknown name or parameter is told here too
-            raise UserError(f"{self.what} must be one of another environment, not of {self.name}")
+        if isinstance(self.inner, Wrapped):  # `inner` also refuses an unknown name or parameter
+            raise UserError(f"{self.what} must be made from another environment, not from {self.name}")
 
     @property
     def what(self) -> str:
-        """What it is called in a message."""
+        """Its name in messages."""
         raise NotImplementedError
 
     @cached_property
@@ -76,24 +76,24 @@ class FixedTask(Wrapped):
 
     @property
     def what(self) -> str:
-        """What it is called in a message."""
+        """Its name in messages."""
         return "a fixed task"
 
     @property
     def spec(self) -> EnvSpec:
-        """The environment's own, but for the budgets: the one limit."""
+        """The environment's own, with the one limit as its budget."""
         return replace(self.inner.spec, train_budget=(self.limit, self.limit), test_budget=(self.limit, self.limit))
 
     def sample_task(self, key: Key, split: Split) -> PyTree:
-        """The one task, whatever is asked."""
+        """The one task, for any key and split."""
         return self.inner.sample_task(jax.random.key(self.task_seed), self.split)
 
 
 @dataclass(frozen=True)
 class Revealed(Wrapped):
-    """Another environment whose observations end with the hidden task: for the privileged reference line.
+    """Another environment whose observations end with the hidden task, for the privileged baseline.
 
-    Tasks, budgets, rewards and costs are the other's own, so that both are evaluated on the same ones.
+    Tasks, budgets, rewards and costs are those of the other environment, so both are evaluated on the same tasks.
     """
 
     name: str = "safe-dark-point"  # of the environment; its observations must be real vectors
@@ -103,13 +103,13 @@ class Revealed(Wrapped):
         super().__post_init__()
         if not isinstance(self.inner.spec.observation, Box):
             raise UserError(
-                f"{self.what} needs observations that are real vectors, {self.name} has a grid's cells; "
-                "there the planner is the line above (--agent planner)"
+                f"{self.what} needs observations that are real vectors, but {self.name} has cells of a grid; "
+                "there the planner is the upper baseline (--agent planner)"
             )
 
     @property
     def what(self) -> str:
-        """What it is called in a message."""
+        """Its name in messages."""
         return "a revealed task"
 
     @property

@@ -35,7 +35,7 @@ def load_results(path: str | Path) -> Results:
         raise UserError(f"no results file at {path}")
     saved = read_json(card, "results file")
     if not isinstance(saved, dict) or not isinstance(saved.get("meta"), dict):
-        raise UserError(f"{card} is no results file: it has no group 'meta'")
+        raise UserError(f"{card} is not a results file: it has no group 'meta'")
     try:
         with np.load(arrays, allow_pickle=False) as file:
             values = {name: file[name] for name in ARRAYS}
@@ -45,14 +45,14 @@ def load_results(path: str | Path) -> Results:
         if not right:
             raise ValueError("its arrays do not fit together")
         if results.budgets_per_task < 1 or shape[0] % results.budgets_per_task:
-            raise ValueError(f"{shape[0]} trials are not of tasks with {results.budgets_per_task} budgets each")
+            raise ValueError(f"{shape[0]} trials cannot be tasks with {results.budgets_per_task} budgets each")
         return results
     except (OSError, ValueError, KeyError, IndexError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{arrays} is no results file: {str(error).partition(chr(10))[0]}") from None
+        raise UserError(f"{arrays} is not a results file: {str(error).partition(chr(10))[0]}") from None
 
 
 def results_equal(a: Results, b: Results) -> bool:
-    """The same numbers, whatever the provenance says about time and place."""
+    """Whether the numbers are the same; time and place of the evaluation may differ."""
     return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ARRAYS)
 
 

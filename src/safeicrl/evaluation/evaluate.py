@@ -35,13 +35,15 @@ def evaluate(
 ) -> Results:
     """Run a trial on each of `tasks` unseen tasks.
 
-    Their budgets are `budget_count` distinct ones, uniform in the range `budgets` (the environment's test range
-    by default) and used equally often. With more `budgets_per_task` each task is met in as many trials, whose
-    budgets are spread over that range, so that small and large budgets are compared on the same tasks: where
-    tasks differ much, they hide what a budget is worth. `episodes` is the environment's K by default.
-    Tasks and budgets depend on `seed` alone, so two agents meet the same rooms. At most `rows` trials run at a
-    time (by default 256, on a CPU 32), which bounds the memory; all chunks share one compilation, and a chunk
-    ends with its longest trial. `segments` is `run_trials`', for agents whose memory grows.
+    There are `budget_count` distinct budgets, uniform in the range `budgets` (by default the environment's test
+    range) and used equally often. With several `budgets_per_task`, each task has that number of trials, with
+    budgets spread over the range. Small and large budgets are then compared on the same tasks; otherwise
+    differences between tasks can hide what a budget is worth.
+
+    `episodes` is the environment's K by default. Tasks and budgets depend on `seed` alone, so two agents meet the
+    same tasks. At most `rows` trials run at a time (by default 256, on a CPU 32), which bounds the memory. All
+    these chunks share one compilation, and each ends with its longest trial. `segments` is that of `run_trials`,
+    for agents whose memory grows.
     """
     check_integer("tasks", tasks, 1)
     trials = tasks * check_integer("budgets_per_task", budgets_per_task, 1)
@@ -52,7 +54,7 @@ def evaluate(
     low, high = budgets or env.spec.test_budget
     grid = budget_grid(low, high, budget_count)
     if budgets_per_task > budget_count:
-        raise UserError(f"there are no {budgets_per_task} budgets per task among {budget_count}")
+        raise UserError(f"budgets_per_task must be at most budget_count, got {budgets_per_task} > {budget_count}")
     begin = time.perf_counter()
 
     task_key, run_key = jax.random.split(jax.random.key(seed))
@@ -62,7 +64,7 @@ def evaluate(
     segments = segments if _grows(agent, sampled, episodes * env.spec.max_steps) else 1
     parts = []
     for chunk, first in enumerate(range(0, trials, rows)):
-        # the last chunk is filled up from the start, so that every chunk has one shape
+        # The last chunk is filled up with the first trials, so that all chunks have one shape.
         index = np.arange(first, first + rows) % trials
         queue = jax.tree.map(lambda x, i=index % tasks: x[i][:, None], sampled)  # [row, 1, ...]
         key = jax.random.fold_in(run_key, chunk)
@@ -87,7 +89,7 @@ def evaluate(
 
 
 def budget_grid(low: float, high: float, count: int = 100) -> np.ndarray:
-    """`count` distinct budgets, uniform in [low, high]: the middles of as many equal slices."""
+    """`count` distinct budgets, uniform in [low, high]: the middles of `count` equal slices."""
     check_budget([low, high])
     check_integer("number of budgets", count, 1)
     if low > high:

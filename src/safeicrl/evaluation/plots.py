@@ -19,7 +19,7 @@ from safeicrl.files import atomic_write
 
 Groups = dict[str, list[Results]]  # label → its seeds
 
-# Okabe–Ito: told apart by colour-blind readers too. Reference lines always look the same.
+# Okabe–Ito: colour-blind readers can tell them apart. Reference agents always look the same.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 REFERENCE_COLOURS = {"random": "#999999", "explorer": "#555555", "planner": "#000000"}
 STYLE: dict[Any, Any] = {
@@ -38,7 +38,7 @@ STYLE: dict[Any, Any] = {
 
 @mpl.rc_context(STYLE)
 def by_episode(groups: Groups) -> Figure:
-    """Question (i): episode return and cost against the episode index, mean and standard error."""
+    """The paper's question (i): episode return and cost against the episode's index."""
     figure, axes = _figure(1, 2, (8.4, 3.2))
     for axis, name, title in zip(axes, ("returns", "costs"), ("episode return", "episode cost"), strict=True):
         lines = []
@@ -50,13 +50,13 @@ def by_episode(groups: Groups) -> Figure:
         axis.set(title=title, xlabel="episode", xlim=(1, None))
         _set_base(axis)
         _label_lines(axis, lines)
-    _corner(figure, groups)
+    _say_how(figure, groups)
     return figure
 
 
 @mpl.rc_context(STYLE)
 def by_budget(groups: Groups, bins: int | None = None) -> Figure:
-    """Question (ii): total return and the largest episode cost against the budget."""
+    """The paper's question (ii): total return and the largest episode cost against the budget."""
     figure, axes = _figure(1, 2, (8.4, 3.2))
     measures = (
         ("total return", lambda result: result.returns.sum(axis=1)),
@@ -79,13 +79,13 @@ def by_budget(groups: Groups, bins: int | None = None) -> Figure:
             )  # fmt: skip
         _set_base(axis)
         _label_lines(axis, lines)
-    _corner(figure, groups)
+    _say_how(figure, groups)
     return figure
 
 
 @mpl.rc_context(STYLE)
 def over_budget(groups: Groups, bins: int | None = None) -> Figure:
-    """Share of episodes over their budget, against the episode index and against the budget."""
+    """Share of episodes over their budget, against the episode's index and against the budget."""
     figure, axes = _figure(1, 2, (8.4, 3.2))
     by_index, by_delta = [], []
     for label, colour, style, seeds in _styled(groups):
@@ -103,7 +103,7 @@ def over_budget(groups: Groups, bins: int | None = None) -> Figure:
         axis.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(xmax=1))
         axis.set_ylim(bottom=0)
         _label_lines(axis, lines)
-    _corner(figure, groups)
+    _say_how(figure, groups)
     return figure
 
 
@@ -133,12 +133,7 @@ def training(runs: Sequence[tuple[str, list[dict[str, Any]], str]]) -> Figure:
         axis.xaxis.set_major_formatter(mpl.ticker.EngFormatter(sep=""))
         if len(runs) > 1:
             _label_lines(axis, lines)
-    figure.suptitle(
-        "lines: training tasks · dots: frozen, on unseen tasks (return: of a trial's last episodes)",
-        fontsize=8,
-        x=0.02,
-        ha="left",
-    )
+    _write_title(figure, "lines: training tasks · dots: frozen, on unseen tasks (return: a trial's last episodes)")
     _write_corner(figure, " · ".join(command for _, _, command in runs if command))
     return figure
 
@@ -152,7 +147,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def command_of(folder: Path) -> str:
-    """The command that made a run, from its config.json, if it is there."""
+    """The command that made a run, from its config.json; empty without one."""
     try:
         return str(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("command", ""))
     except (OSError, ValueError):
@@ -184,14 +179,14 @@ def _styled(groups: Groups) -> list[tuple[str, str, str, list[Results]]]:
 
 
 def _set_base(axis: Axes) -> None:
-    """Start the vertical axis at zero, unless all curves lie so far above it that they could not be told apart."""
+    """Start the vertical axis at zero, unless the curves lie so far above it that they would look the same."""
     low, high = axis.get_ylim()
     if low < 0.6 * high:
         axis.set_ylim(bottom=min(0.0, low))
 
 
 def _band(curves: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and half-width of the band: over tasks for one seed, over seeds' means for several."""
+    """Mean and half-width of the band: over tasks for one seed, over the seeds' means for several."""
     means = np.stack([mean for mean, _ in curves])
     return (means[0], curves[0][1]) if len(curves) == 1 else (means.mean(axis=0), standard_error(means))
 
@@ -204,7 +199,7 @@ def _draw(axis: Axes, x: np.ndarray, mean: np.ndarray, error: np.ndarray, colour
 
 
 def _bins(result: Results) -> int:
-    """Twelve; with several budgets a task as many as those, so that every bin is of (nearly) the same tasks."""
+    """Twelve bins; with several budgets per task one for each, so that every bin holds (nearly) the same tasks."""
     return result.budgets_per_task if result.budgets_per_task > 1 else 12
 
 
@@ -219,10 +214,10 @@ def _centres(result: Results, bins: int) -> np.ndarray:
 
 
 def _binned(result: Results, values: np.ndarray, bins: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard error of a value per trial, by budget; nan where no budget falls.
+    """Mean and standard error of a value per trial, by budget; nan in an empty bin.
 
-    Of tasks met under several budgets the error is that of comparing budgets: of what is left of a value without
-    its task's mean, enlarged by as much as the mean has taken away of it (Morey 2008).
+    With several budgets per task, the error is for comparing budgets within tasks: it is computed from the values
+    minus their task's mean, and enlarged to make up for the variance that this removes (Morey 2008).
     """
     edges = _edges(result, bins)
     index = bin_of(result.budgets, edges)
@@ -237,7 +232,7 @@ def _binned(result: Results, values: np.ndarray, bins: int) -> tuple[np.ndarray,
 
 
 def _label_lines(axis: Axes, lines: list[tuple[str, str, np.ndarray]]) -> None:
-    """Each line's name at its right end, in its colour; names that would touch are pushed apart."""
+    """Write each line's name at its right end, in its colour; names that would touch are pushed apart."""
     low, high = axis.get_ylim()
     at = -np.inf
     for y, label, colour in sorted(
@@ -261,8 +256,9 @@ def _seed_series(log: list[dict[str, Any]], name: str) -> list[tuple[list[float]
     return [(x, [np.nan if (y := line[f"{name}/seeds"][i]) is None else y for line in lines]) for i in range(count)]
 
 
-def _corner(figure: Figure, groups: Groups) -> None:
-    """What one must know to read or repeat the figure, small, below it."""
+def _say_how(figure: Figure, groups: Groups) -> None:
+    """Write how to read the figure above it, and how to repeat it, small, below it."""
+    _write_title(figure, f"lines: mean · bands: ± standard error over {_band_of(groups)}")
     parts = []
     for label, seeds in groups.items():
         often = seeds[0].budgets_per_task
@@ -274,6 +270,18 @@ def _corner(figure: Figure, groups: Groups) -> None:
         parts.append(f"{label}: {', '.join(what)}")
     commands = dict.fromkeys(str(seeds[0].meta.get("command", "")) for seeds in groups.values())
     _write_corner(figure, "; ".join(parts) + "\n" + " · ".join(c for c in commands if c))
+
+
+def _band_of(groups: Groups) -> str:
+    """What the bands of `_band` are over, in words."""
+    several = {len(seeds) > 1 for seeds in groups.values()}
+    if several == {True, False}:
+        return "seeds, or over tasks where there is one seed"
+    return "seeds" if several == {True} else "tasks"
+
+
+def _write_title(figure: Figure, text: str) -> None:
+    figure.suptitle(text, fontsize=8, x=0.02, ha="left")
 
 
 def _write_corner(figure: Figure, text: str) -> None:

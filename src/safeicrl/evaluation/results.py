@@ -27,12 +27,12 @@ class Results:
 
     @property
     def budgets_per_task(self) -> int:
-        """How many trials each task has, from a small budget to a large one."""
+        """The number of trials per task, from a small budget to a large one."""
         return int(self.meta.get("budgets_per_task", 1))
 
     @property
     def task(self) -> np.ndarray:
-        """[trial] which task it is of. All tasks under a first budget, then all under a second, ..."""
+        """[trial] its task. First come all tasks with their smallest budgets, then all with the next ones, ..."""
         trials = len(self.budgets)
         return np.arange(trials) % (trials // self.budgets_per_task)
 

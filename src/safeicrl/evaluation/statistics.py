@@ -11,7 +11,8 @@ from safeicrl.budgets import bin_of, budget_edges
 from safeicrl.errors import UserError
 from safeicrl.evaluation.results import Results
 
-NUMBERS = ("none", "episode", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")  # the last …
+# "the last …": the word for each number of episodes
+NUMBERS = ("none", "episode", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class Summary:
     over_by_budget: dict[str, float]  # bin → share of episodes over budget
     episodes: int
     tasks: int
-    last: int = 10  # how many episodes "last" are: ten, fewer in a short trial
+    last: int = 10  # the number of "last" episodes: ten, or fewer in a short trial
     trials_over: float = float("nan")  # share of trials with any episode over budget
     budgets_per_task: int = 1  # trials of each task
     rise_by_budget: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # see `rises`
@@ -71,7 +72,7 @@ def summarise(results: Results, last: int | None = None) -> Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class Relative:
-    """Where an agent stands between two reference lines on the same tasks: 0 is the lower one, 1 the upper one."""
+    """Where an agent stands between two baselines on the same tasks: 0 is the lower one, 1 the upper one."""
 
     score: float
     error: float  # standard error over tasks
@@ -80,21 +81,21 @@ class Relative:
 
 
 def relative(results: Results, *, upper: Results, lower: Results, last: int = 5) -> Relative:
-    """The return of the `last` episodes relative to an upper line (1) and a lower one (0).
+    """The return of the `last` episodes relative to an upper baseline (1) and a lower one (0).
 
-    All three met the same tasks with the same budgets, so differences are taken task by task and what a task makes
-    easy or hard for everybody does not count as error.
+    All three met the same tasks with the same budgets, so differences are taken task by task: that a task is easy
+    or hard for everybody does not count as error.
     """
     if last < 1:
         raise UserError(f"last must be at least 1 episode, got {last}")
-    for line in (upper, lower):
-        _check_comparable(results, line)
+    for baseline in (upper, lower):
+        _check_comparable(results, baseline)
     mine, above, below = (r.returns[:, -last:].mean(axis=1) for r in (results, upper, lower))  # [trial]
     gained, range_ = mine - below, above - below
     if not range_.mean() > 0:
-        raise UserError(f"the upper line, {upper.label!r}, is not above the lower one, {lower.label!r}: no scale")
+        raise UserError(f"the upper baseline {upper.label!r} must return more than the lower one, {lower.label!r}")
     score = gained.mean() / range_.mean()
-    # of a ratio of means, to first order
+    # The standard error of a ratio of means, to first order.
     error = standard_error(gained - score * range_, results.task) / range_.mean()
     return Relative(
         score=float(score),
@@ -108,7 +109,7 @@ def _check_comparable(one: Results, other: Results) -> None:
     """Raise unless both are of the same tasks, budgets and trials."""
 
     def world(results: Results) -> Any:
-        """The environment's name; of one that only tells its task, that of the environment it is made of."""
+        """The environment's name; for a `Revealed` one, the name of the environment inside."""
         env = results.meta.get("env") or {}
         return env["parameters"]["name"] if env.get("name") == "revealed" else env.get("name")
 
@@ -124,11 +125,11 @@ def _check_comparable(one: Results, other: Results) -> None:
     for name, of in facts.items():
         if of(one) != of(other):
             raise UserError(
-                f"results can be compared on the same tasks only: {one.label!r} and {other.label!r} differ in "
+                f"only results on the same tasks can be compared: {one.label!r} and {other.label!r} differ in "
                 f"their {name}, {of(one)} and {of(other)}"
             )
     if not np.array_equal(one.budgets, other.budgets):
-        raise UserError(f"results can be compared with the same budgets only: {one.label!r}, {other.label!r}")
+        raise UserError(f"only results with the same budgets can be compared: {one.label!r}, {other.label!r}")
 
 
 def budget_bins(results: Results) -> dict[str, np.ndarray]:
@@ -142,9 +143,9 @@ def budget_bins(results: Results) -> dict[str, np.ndarray]:
 
 
 def rises(results: Results) -> dict[str, list[float]]:
-    """Bin name → how much more a task's total return is there than in the bin before: mean over tasks, and error.
+    """Bin name → [mean, standard error] over tasks of the rise in total return from the bin before.
 
-    Only where nearly all tasks are in both bins, as with nine budgets a task; never where each has one budget.
+    Only where nearly all tasks are in both bins, as with nine budgets per task; never with one budget per task.
     """
     totals, count = results.returns.sum(axis=1), int(results.task.max()) + 1
     means: dict[str, np.ndarray] = {}  # [task], nan for a task that is not in the bin
@@ -163,7 +164,7 @@ def rises(results: Results) -> dict[str, list[float]]:
 def standard_error(values: np.ndarray, groups: np.ndarray | None = None) -> np.ndarray:
     """Standard error of the mean along the first axis; zero for a single value.
 
-    Values of one of the `groups`, [value], may resemble each other, as trials of one task do: a group counts once.
+    `groups`, [value], says which values may resemble each other, as trials of one task do: a group counts once.
     """
     off = values - values.mean(axis=0)
     if groups is not None:
@@ -176,10 +177,10 @@ def standard_error(values: np.ndarray, groups: np.ndarray | None = None) -> np.n
 
 
 def rank(summary: Summary, tolerance: float) -> tuple[bool, float]:
-    """What "best" means, the greater the better.
+    """How policies are ranked; the greatest is the best.
 
-    Total return among policies whose share of episodes over budget is within the tolerance; while none is, the
-    smaller share wins.
+    Policies whose share of episodes over budget is within the tolerance come first, by total return. The others
+    follow, by their share, the smallest first.
     """
     safe = summary.over_budget <= tolerance
     return safe, summary.total_return if safe else -summary.over_budget

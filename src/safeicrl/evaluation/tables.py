@@ -16,9 +16,9 @@ from safeicrl.log import read_metrics
 
 
 def summary_table(results: Sequence[Results], title: str | None = None) -> Table:
-    """One column an agent: total return, the last episodes, shares over budget, total return by budget.
+    """One column per agent: total return, the last episodes, shares over budget, total return by budget.
 
-    Of one agent whose tasks were met under several budgets, also how much more the same tasks return bin by bin.
+    With a single agent and several budgets per task, also the rise in return from bin to bin on the same tasks.
     """
     summaries = [summarise(result) for result in results]
     first = summaries[0]
@@ -45,7 +45,7 @@ def summary_table(results: Sequence[Results], title: str | None = None) -> Table
 
 
 def relative_table(results: Sequence[Results], *, upper: Results, lower: Results, last: int = 5) -> Table:
-    """One row an agent, the two lines among them: return of the last episodes, and where it stands between them."""
+    """One row per agent, with the two baselines: return of the last episodes, and its place between theirs."""
     name = f"last {NUMBERS[last]}" if 0 < last < len(NUMBERS) else f"last {last}"
     table = _table(f"{_protocol(summarise(upper))}; relative to {upper.label} (1) and {lower.label} (0)")
     table.add_column("", no_wrap=True)
@@ -59,7 +59,7 @@ def relative_table(results: Sequence[Results], *, upper: Results, lower: Results
 
 
 def seeds_table(results: Mapping[str, Results]) -> Table:
-    """One row a seed of one agent, and the mean over seeds with its standard error."""
+    """One row per seed of one agent, and the mean over seeds with its standard error."""
     summaries = [summarise(result) for result in results.values()]
     first = summaries[0]
     table = _table(f"{next(iter(results.values())).label}: {_protocol(first)}")
@@ -84,7 +84,7 @@ def seeds_table(results: Mapping[str, Results]) -> Table:
 
 
 def _table(title: str) -> Table:
-    """Narrow enough for four agents in 80 columns."""
+    """A table narrow enough for four agents in 80 columns."""
     padding = (0, 1, 0, 0)  # top, right, bottom, left
     return Table(title=title, min_width=len(title), box=box.SIMPLE_HEAD, title_justify="left", padding=padding)
 
@@ -99,7 +99,7 @@ def _number(value: float) -> str:
 
 
 def draw_all(files: Sequence[Path], out: Path, extension: str = "png") -> list[Path]:
-    """Every figure that the files have the numbers for; results of one name are its seeds, drawn as a band."""
+    """Every figure that the files have numbers for; results with the same label are seeds, drawn as one band."""
     from safeicrl.evaluation import plots
 
     runs, results = [], []
@@ -125,7 +125,7 @@ def draw_all(files: Sequence[Path], out: Path, extension: str = "png") -> list[P
 
 
 def group(results: Sequence[Results]) -> dict[str, list[Results]]:
-    """Results by label; several of one label are seeds of one agent."""
+    """Results by label; those with the same label are seeds of one agent."""
     groups: dict[str, list[Results]] = {}
     facts = (
         ("episodes", lambda r: r.returns.shape[1]),
@@ -138,7 +138,7 @@ def group(results: Sequence[Results]) -> dict[str, list[Results]]:
         for name, of in facts:
             if of(result) != of(seeds[0]):
                 raise UserError(
-                    f"results of one label are drawn as seeds of one agent, but those of {result.label!r} "
+                    f"results with the same label are drawn as seeds of one agent, but those of {result.label!r} "
                     f"differ in their {name}: {of(seeds[0])} and {of(result)}; evaluate one with another --label"
                 )
     return groups

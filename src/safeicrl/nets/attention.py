@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 CHUNK = 64  # tokens in a query block on the CPU: block-causal halves the work of a full square ...
-WIDE_CHUNK = 512  # ... which an accelerator hardly feels, while every block is more to compile
+WIDE_CHUNK = 512  # ... on an accelerator that hardly matters, and every block takes time to compile
 SEPARATION = 40.0  # logits added within a trial; e^−40 of the weight leaks between trials
 MAX_TRIALS = 8  # trials a row can hold (the separating code is one-hot)
 
@@ -45,7 +45,7 @@ def _attend_blocks(q: jax.Array, k: jax.Array, v: jax.Array, trial: jax.Array) -
     blocks = []
     for begin in range(0, steps, chunk):
         end = min(begin + chunk, steps)
-        # Later keys cannot be seen from this block, so they are not even read.
+        # This block cannot see later keys, so they are not even read.
         scores = jnp.einsum("bqhd,bkhd->bhqk", q[:, begin:end], k[:, :end]) * q.shape[-1] ** -0.5
         causal = jnp.arange(end)[None, :] <= jnp.arange(begin, end)[:, None]
         same = trial[:, begin:end, None] == trial[:, None, :end]
@@ -56,7 +56,7 @@ def _attend_blocks(q: jax.Array, k: jax.Array, v: jax.Array, trial: jax.Array) -
 
 
 def attend_step(q: jax.Array, keys: jax.Array, values: jax.Array, age: jax.Array, clock: jax.Array) -> jax.Array:
-    """One query a row against its cache, a ring whose newest entry is slot `clock mod slots`. → [row, head, dim]
+    """One query per row against its cache, a ring whose newest entry is slot `clock mod slots`. → [row, head, dim]
 
     q: [row, head, dim]; keys: [row, head, dim, slot]; values: [row, head, slot, dim]; age: [row] int, how many of
     the newest slots the row may see; clock: [] int.
@@ -71,10 +71,10 @@ def attend_step(q: jax.Array, keys: jax.Array, values: jax.Array, age: jax.Array
 
 
 def _weigh(product: str, vector: jax.Array, matrix: jax.Array) -> jax.Array:
-    """A vector-matrix product a head, in float32, by whichever form reads the cache faster (docs/speed.md).
+    """A vector-matrix product per head, in float32, in the form that reads the cache fastest (docs/speed.md).
 
-    On a GPU multiply-and-sum over an axis that is not innermost: XLA fuses it into one pass at memory speed. On a
-    CPU a matrix product.
+    On a GPU: multiply and sum over an axis that is not the innermost, which XLA fuses into one pass at memory
+    speed. On a CPU: a matrix product.
     """
     if jax.default_backend() == "gpu":
         return (vector[..., None] * matrix).astype(jnp.float32).sum(-2)

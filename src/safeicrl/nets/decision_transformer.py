@@ -1,9 +1,9 @@
 """Safe AD's network: a constrained decision transformer over a window of a learning history.
 
-From all steps before, and from what is seen and asked for now, it predicts the action at every step of the window.
-A step is four tokens, as in the paper's backbone: return-to-go, cost-to-go, state, and the action with the reward
-and cost that followed; the action is read off the state's token. Or it is one token, with the step before folded
-in: a quarter of the work (docs/safe_ad.md).
+At every step of the window it predicts the action, from all steps before, the present observation, and the return
+and cost that are asked for. A step is four tokens, as in the paper's backbone: return-to-go, cost-to-go, state, and
+the action with the reward and cost that followed; the prediction is read off the state's token. Or a step is one
+token that includes the step before: a quarter of the work (docs/safe_ad.md).
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from safeicrl.envs.spaces import Box, Grid
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.layers import MLP, LayerNorm, Linear
 
-RAMPS = 6  # of a number to go, each half as wide as the one before: small budgets are told apart as well as large
+RAMPS = 6  # of a number to go, each half as wide as the one before: they tell small budgets apart as well as large
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class DecisionConfig:
     layers: int = 8  # blocks of attention and MLP
     heads: int = 8  # of attention; width must be a multiple
     context: int = 100  # steps in a window
-    tokens: Literal["four", "one"] = "one"  # that a step becomes
+    tokens: Literal["four", "one"] = "one"  # tokens per step
     attention_dropout: float = 0.5  # share of attention weights dropped in training
     residual_dropout: float = 0.1  # share of each layer's output dropped in training
     embedding_dropout: float = 0.3  # share of each token dropped in training
@@ -57,30 +57,30 @@ class DecisionConfig:
 
 @record
 class Steps:
-    """A stretch of one history; [row, time] here. An episode that has ended carries what it really got."""
+    """A stretch of one history, [row, time]. Once an episode has ended, `rtg` and `ctg` are what it really got."""
 
     observation: jax.Array  # [row, time, obs]
     action: jax.Array  # [row, time] int, −1 where not chosen yet; or [row, time, action]
     reward: jax.Array  # [row, time] that followed the action
     cost: jax.Array  # [row, time]
-    rtg: jax.Array  # [row, time] return-to-go: of the episode from here on, this step's reward included
+    rtg: jax.Array  # [row, time] return-to-go: the episode's return from here on, with this step's reward
     ctg: jax.Array  # [row, time] cost-to-go
     time: jax.Array  # [row, time] int, steps since the episode began
 
 
 @record
 class Scales:
-    """What the data looked like: how to scale numbers before they enter the network. Never trained."""
+    """How to scale numbers before they enter the network, as measured on the data. Never trained."""
 
     mean: jax.Array  # [obs] of real-valued observations
     deviation: jax.Array  # [obs]
-    step: jax.Array  # [2] the greatest reward and cost of a step, in size
+    step: jax.Array  # [2] the greatest size of a step's reward and cost
     returns: jax.Array  # [2] least and greatest return of an episode
     costs: jax.Array  # [2] least and greatest cost of an episode
 
 
 def unit_scales(spec: EnvSpec) -> Scales:
-    """Scales that change nothing: the form that loaded ones are read into."""
+    """Scales that change nothing; loaded ones replace their arrays."""
     size = spec.observation.size
     span = jnp.array([0.0, 1.0])
     return Scales(mean=jnp.zeros(size), deviation=jnp.ones(size), step=jnp.ones(2), returns=span, costs=span)
@@ -95,7 +95,7 @@ class Encoder(eqx.Module):
     rtg: Linear
     ctg: Linear
     time: Linear  # of the one-hot time in the episode: a learned table
-    lift: list[Linear]  # embedding → width, one a token of a step
+    lift: list[Linear]  # embedding → width, one for each token of a step
     spec: EnvSpec = eqx.field(static=True)
 
     def __init__(self, config: DecisionConfig, spec: EnvSpec, key: Key):
@@ -121,7 +121,7 @@ class Encoder(eqx.Module):
         ]
         when = self.time(jax.nn.one_hot(steps.time, self.spec.max_steps, dtype=dtype))
         if len(self.lift) == 1:
-            # Before its first step a window knows nothing, like a trial before its first.
+            # The first step of a window has no step before it, like the first step of a trial.
             before = [jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0))) for x in (seen, done, came)]
             return self.lift[0](jnp.concatenate([*asked, seen, when, *before], -1))
         tokens = [lift(x + when) for lift, x in zip(self.lift, (*asked, seen, done + came), strict=True)]
@@ -161,21 +161,21 @@ class Layer(eqx.Module):
         keys = (None,) * 3 if key is None else jax.random.split(key, 3)
         qkv = self.qkv(self.norm_attention(x))
         q, k, v = (part.reshape(*x.shape[:2], config.heads, -1) for part in jnp.split(qkv, 3, -1))
-        # Attention dropout with one mask a key and head, shared by all queries: dropping the weights on a key is
-        # dropping its value, which leaves the attention itself to the fused kernel.
+        # Attention dropout with one mask per key and head, shared by all queries. Dropping all weights on a key is
+        # the same as dropping its value, so the fused kernel can do the attention.
         v = drop(v, config.attention_dropout, keys[0], shape=(*v.shape[:-1], 1))
-        x = x + drop(self.out(attend(q, k, v).reshape(x.shape)), config.residual_dropout, keys[1])
+        x = x + drop(self.out(_attend(q, k, v).reshape(x.shape)), config.residual_dropout, keys[1])
         return x + drop(self.mlp(self.norm_mlp(x)), config.residual_dropout, keys[2])
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Causal attention, [row, token, head, dim]: cuDNN's on a GPU in bfloat16, plain elsewhere."""
     fused = q.dtype == jnp.bfloat16 and jax.default_backend() == "gpu"
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if fused else "xla")
 
 
 def drop(x: jax.Array, rate: float, key: Key | None, shape: tuple[int, ...] | None = None) -> jax.Array:
-    """Dropout, its mask of `shape` broadcast to x's. Rates are whole 256ths: four draws from each random word."""
+    """Dropout with a mask of `shape`, broadcast to x. Rates are whole 256ths: four draws per random word."""
     shape, cut = shape or x.shape, round(256 * rate)
     if key is None or cut == 0:
         return x
@@ -188,7 +188,7 @@ def drop(x: jax.Array, rate: float, key: Key | None, shape: tuple[int, ...] | No
 
 
 def dropout_key(key: Key) -> Key:
-    """A key of the generator that accelerators draw from fastest, for masks of millions."""
+    """A key for the random generator that is fastest on accelerators: masks have millions of numbers."""
     data = jax.random.key_data(key)
     return jax.random.wrap_key_data(jnp.concatenate([data, data]), impl="rbg")
 

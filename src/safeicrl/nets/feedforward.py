@@ -1,4 +1,4 @@
-"""A small network on the observation alone, for ordinary learners (optimisers/lagrangian.py)."""
+"""A small network that sees only the observation, for ordinary learners (optimisers/lagrangian.py)."""
 
 import itertools
 
@@ -21,7 +21,7 @@ class FeedForward(eqx.Module):
     def __init__(self, inputs: int, hidden: tuple[int, ...], outputs: int, key: Key):
         shapes = list(itertools.pairwise((inputs, *hidden, outputs)))
         counts = [a * b for a, b in shapes]
-        # One draw for all layers: the random numbers are most of what there is to compile in a learner's start.
+        # One draw for all layers: random numbers take most of the compile time of a learner's start.
         parts = jnp.split(jax.random.normal(key, (sum(counts),)), np.cumsum(counts)[:-1])
         # A small last layer: the first policy is nearly uniform, the first values nearly 0.
         scales = [1.0] * len(hidden) + [0.01]
@@ -38,7 +38,7 @@ class FeedForward(eqx.Module):
 
 
 def evaluate_all(nets: FeedForward, x: jax.Array) -> jax.Array:
-    """What each of several networks of one shape says, [net, ...]."""
+    """The outputs of several networks of one shape, [net, ...]."""
     return eqx.filter_vmap(lambda net: net(x))(nets)
 
 
@@ -52,15 +52,15 @@ class Normaliser:
 
     @staticmethod
     def start(size: int) -> "Normaliser":
-        """Leaves the first observations as they are."""
+        """A normaliser that leaves the first observations as they are."""
         return Normaliser(count=jnp.float32(0), mean=jnp.zeros(size), variance=jnp.ones(size))
 
     def __call__(self, observation: jax.Array) -> jax.Array:
-        """Observations with mean 0 and variance 1, cut at ±10."""
+        """The observation with mean 0 and variance 1, clipped to ±10."""
         return jnp.clip((observation - self.mean) * jax.lax.rsqrt(self.variance + 1e-6), -10.0, 10.0)
 
     def update(self, observations: jax.Array) -> "Normaliser":
-        """With more `observations`, [..., obs], by the parallel formula for moments."""
+        """The normaliser after more `observations`, [..., obs], by the parallel formula for moments."""
         flat = observations.reshape(-1, observations.shape[-1])
         count = self.count + len(flat)
         shift = flat.mean(0) - self.mean
@@ -83,11 +83,11 @@ def distribution(out: jax.Array, log_std: jax.Array | None) -> Distribution:
 
 
 def action_outputs(spec: EnvSpec) -> tuple[int, jax.Array | None]:
-    """Length of the actor's output, and an array like log σ where there is one."""
+    """Length of the actor's output, and for real-valued actions an array like log σ."""
     log_std = None if isinstance(spec.action, Discrete) else spec.action.zeros(())
     return spec.action.encoded_size, log_std
 
 
 def first_normaliser(spec: EnvSpec) -> Normaliser | None:
-    """One for real-valued observations; cells of a grid need none."""
+    """A new one for real-valued observations; None for cells of a grid."""
     return Normaliser.start(spec.observation.size) if isinstance(spec.observation, Box) else None

@@ -61,7 +61,7 @@ class Categorical:
 class TanhNormal:
     """tanh of a diagonal Gaussian, moved from (−1, 1) to the environment's own range of actions.
 
-    What others see of an action (the environment, tokens, critics, log-densities) is in the environment's units.
+    Everybody else (the environment, tokens, critics, log-densities) sees actions in the environment's units.
     """
 
     mean: jax.Array  # [..., action]
@@ -114,8 +114,8 @@ class TanhNormal:
 class Levels:
     """Real-valued actions, each number one of n evenly spaced levels, independently.
 
-    For actuators that saturate: a tanh-normal that has learned to push aims far beyond the limit, where all its
-    actions do the same, and never tries to coast again. Here to coast is a level, as near as any other.
+    For actuators that saturate. A tanh-normal that has learned to push aims far beyond the limit, where all its
+    actions do the same, and it never tries to coast again. Here coasting is a level like any other.
     """
 
     choice: Categorical  # [..., action] of n levels

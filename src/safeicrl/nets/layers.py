@@ -1,7 +1,7 @@
 """Linear, norm and MLP with float32 parameters and the computation in the input's type.
 
-Equinox's own layers would do, one vector at a time under vmap; these take any leading shape, and cast their
-weights so that a bfloat16 forward needs no second copy of the parameters.
+Equinox's own layers take one vector at a time, under vmap. These take any leading shape, and cast their weights as
+needed: a bfloat16 forward pass keeps no second copy of the parameters.
 """
 
 import equinox as eqx
@@ -66,8 +66,9 @@ class MLP(eqx.Module):
 def in_new_units(layer: Linear, factor: jax.Array) -> Linear:
     """An output layer whose outputs are `factor` times what they were.
 
-    Critics predict in units of a running scale. When the scale moves, their values must not: a growing scale would
-    make the values grow, these the targets they bootstrap, and those the scale. (PopArt, van Hasselt et al. 2016)
+    Critics predict in units of a running scale. When the scale changes, their values must not. Otherwise a growing
+    scale would raise the values, these the bootstrapped targets, and those the scale again. (PopArt, van Hasselt
+    et al. 2016)
     """
     bias = None if layer.bias is None else layer.bias * factor
     return eqx.tree_at(

@@ -1,8 +1,8 @@
 """The trajectory encoder: a causal transformer over the tokens of a trial.
 
-`forward` reads whole rows for learning, `step` reads one token a row with a KV cache for acting; both give the
-same features (tests/test_transformer.py). Positions are part of the token (time in the episode, index of the
-episode), not of the cache slot, so slots can be reused in a ring and rows can stand at different timesteps.
+`forward` reads whole rows, for learning. `step` reads one token per row with a KV cache, for acting. Both give the
+same features (tests/test_transformer.py). The position (time in the episode, index of the episode) is part of the
+token, not of the cache slot, so slots can be reused in a ring and rows can be at different timesteps.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class NetConfig:
     layers: int = 4  # blocks of attention and MLP
     heads: int = 8  # of attention; width must be a multiple
     context: int = 1500  # tokens the cache holds; older ones are overwritten
-    levels: int = 0  # of a real-valued action, see heads.Levels; 0: a tanh-normal instead
+    levels: int = 0  # of each number of a real-valued action, see heads.Levels; 0: a tanh-normal instead
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on a GPU, float32 elsewhere
 
     def __post_init__(self) -> None:
@@ -176,7 +176,7 @@ class Transformer(eqx.Module):
         )
 
     def step(self, cache: Cache, token: Token, fresh: jax.Array) -> tuple[Cache, jax.Array]:
-        """Read one token a row; `fresh` rows ([row] bool) first forget everything. → features [row, width]."""
+        """Read one token per row; `fresh` rows ([row] bool) first forget everything. → features [row, width]."""
         slots = cache.keys[0].shape[-1]
         slot = cache.clock % slots
         age = jnp.minimum(jnp.where(fresh, 0, cache.age) + 1, slots)

@@ -1,11 +1,11 @@
 """Off-policy actor-critic on replayed rows of trials: Algorithm 1, on an AMAGO-style agent.
 
-Actor and critics read one transformer's features; only the heads have slow target copies. The critics' loss trains
-the transformer; the actor's does too, through the actor's own input, while the Q-values it climbs see detached
-features. Discrete actions: the critics give a value for every action and every expectation over the policy is
-exact. Continuous actions: the critics take an action, the policy's is sampled and differentiated through.
+Actor and critics read the features of one transformer; only the heads have slow target copies. Both losses train
+the transformer, the actor's only through the actor's own input: the Q-values that it climbs see detached features.
+With discrete actions, the critics give a value for every action, and expectations over the policy are exact. With
+continuous actions, the critics take an action as input; the policy's is sampled and differentiated through.
 
-Where the paper leaves a choice, it is a switch of `DDPGConfig`; `paper_config()` is the closest to its letter.
+Where the paper leaves a choice, `DDPGConfig` has a switch; `paper_config()` is closest to the paper's text.
 """
 
 from dataclasses import dataclass
@@ -37,9 +37,9 @@ class DDPGConfig:
     """Hyperparameters; each comment names the alternative."""
 
     learning_rate: float = 3e-4  # Adam's
-    updates: int = 64  # gradient steps an iteration
-    batch: int = 32  # rows a gradient step
-    capacity: int = 2048  # rows of replay
+    updates: int = 64  # gradient steps per iteration
+    batch: int = 32  # rows per gradient step
+    capacity: int = 2048  # rows that replay holds
     discount: float = 0.995  # γ of the reward: it bootstraps into the next episode, stops at the trial's end
     episode_discount: float = 1.0  # a further factor at each episode's end, see returns.reward_discount
     cost_discount: float = 0.99  # γ of the excess cost; the paper's form stops at the episode's end with γ = 1
@@ -70,7 +70,7 @@ class DDPGConfig:
 
 
 def paper_config() -> DDPGConfig:
-    """As close to Algorithm 1 as it goes: one-step targets, one blind critic each, no trust region, no entropy.
+    """As close to Algorithm 1 as it goes: one-step targets, single plain critics, no trust region, no entropy.
 
     What remains ours: Q in units of its spread, targets in units of their scale, exploration by ε, packed rows.
     """
@@ -80,14 +80,14 @@ def paper_config() -> DDPGConfig:
 class Critics(eqx.Module):
     """An ensemble of Q-functions of one signal.
 
-    Where they are privileged the hidden task scales and shifts the hidden layer: whether the next cell is an
-    obstacle is a product of where the agent is (features) and what lies where (task). Averaged over the tasks a
-    history leaves possible, they teach the policy what critics of the history would.
+    In privileged critics the hidden task scales and shifts the hidden layer: whether the next cell is an obstacle
+    depends on the product of where the agent is (features) and what lies where (task). On average over the tasks
+    that a history leaves possible, they teach the policy what critics of the history would.
     """
 
     members: MLP  # stacked
     task: Linear | None  # stacked
-    action: Discrete | Box = eqx.field(static=True)  # of a box the action is an input
+    action: Discrete | Box = eqx.field(static=True)  # an action of a box is an input
 
     def __init__(self, width: int, spec: EnvSpec, ensemble: int, privileged: bool, key: Key):
         space = spec.action
@@ -115,7 +115,7 @@ class Critics(eqx.Module):
         return (self._read(features, seen) * jax.nn.softmax(policy.logits)).sum(-1)
 
     def spread(self, features: jax.Array, seen: "Seen") -> jax.Array:
-        """Standard deviation over all actions, averaged over members, [row, time]; 1 if they are continuous."""
+        """Standard deviation of the mean Q over all actions, [row, time]; 1 if actions are continuous."""
         if isinstance(self.action, Box):
             return jnp.ones(features.shape[:-1])
         return self._read(features, seen).mean(0).std(-1)
@@ -157,7 +157,7 @@ class Nets(eqx.Module):
 
 @record
 class Row:
-    """What replay keeps, a row of trials."""
+    """What replay keeps of each row."""
 
     trials: Trials
     task: jax.Array  # [row, queue, feature], the hidden tasks
@@ -197,7 +197,7 @@ class DDPG:
         trials: Trials,
         tasks: PyTree,
     ):
-        """`trials` and `tasks`, or their shapes, say what an iteration brings."""
+        """`trials` and `tasks`, or their shapes, are examples of what an iteration brings."""
         rows = trials.reward.shape[0]
         if rows > config.capacity:
             raise UserError(

@@ -1,11 +1,11 @@
 """PPO-Lagrangian: an ordinary safe learner for one task with one limit on an episode's mean cost.
 
-Three separate networks (actor, reward critic, cost critic), the clipped objective on (A_r − λ A_c) / (1 + λ), and
-a multiplier λ that follows the mean undiscounted cost of the episodes that ended. `Learner` is one learner as pure
-functions of its state, task and limit: `jax.vmap` turns it into a whole set of learning histories
-(histories/collect.py), and algos/ppo_lag.py is the same learner as the trainer sees it.
+It has three separate networks (actor, reward critic, cost critic), the clipped objective on
+(A_r − λ A_c) / (1 + λ), and a multiplier λ that follows the mean undiscounted cost of the episodes that ended.
+`Learner` is one learner as pure functions of its state, task and limit. `jax.vmap` turns it into a whole set of
+learning histories (histories/collect.py); algos/ppo_lag.py is the same learner as the trainer sees it.
 
-On a grid small enough, the networks are evaluated once on all of its cells and everything else looks results up.
+On a small grid, the networks are evaluated once on all cells, and everything else looks the results up.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from safeicrl.nets.feedforward import (
 from safeicrl.nets.heads import Distribution
 from safeicrl.returns import linear_recurrence
 
-TABLE = 1024  # cells up to which a grid is evaluated whole
+TABLE = 1024  # the most cells of a grid that is evaluated whole
 ACTOR, REWARD, COST = range(3)  # the networks, along their leading axis
 
 
@@ -41,11 +41,11 @@ ACTOR, REWARD, COST = range(3)  # the networks, along their leading axis
 class PPOLagConfig:
     """All of PPO-Lagrangian's settings; the cost limit belongs to the task."""
 
-    iterations: int = 200  # of the run
+    iterations: int = 200  # in the run
     envs: int = 16  # episodes side by side
-    steps: int = 32  # of each in an iteration
+    steps: int = 32  # steps of each per iteration
     epochs: int = 4  # passes over an iteration's steps
-    minibatches: int = 4  # that a pass is cut into
+    minibatches: int = 4  # per pass
     learning_rate: float = 3e-4  # Adam's
     hidden: tuple[int, ...] = (64, 64)  # sizes of the networks' hidden layers
     clip: float = 0.2  # of the probability ratio
@@ -55,9 +55,9 @@ class PPOLagConfig:
     entropy: float = 0.01  # weight of the policy's entropy
     max_grad: float = 1.0  # norm to which gradients are clipped
     multiplier: float = 0.0  # λ at the start
-    multiplier_rate: float = 0.05  # its rise in an iteration whose episodes cost, on average, 1 or more too much
-    multiplier_gain: float = 0.5  # what it is higher by for just as long as they do: damps its swings
-    multiplier_cap: float = 10.0  # without one λ would grow for ever where the limit cannot be kept
+    multiplier_rate: float = 0.05  # rise of λ per iteration while the mean cost is 1 or more over the limit
+    multiplier_gain: float = 0.5  # added to λ only while the mean cost is that much over: damps its swings
+    multiplier_cap: float = 10.0  # the largest λ; without a cap it would grow for ever if the limit cannot be kept
     log_std: float = -0.5  # of continuous actions, at the start
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class PPOLagConfig:
 class Params:
     """What is learned by gradient."""
 
-    nets: FeedForward  # [3, ...]: actor, reward critic, cost critic, in one array each for one batched product
+    nets: FeedForward  # [3, ...]: actor, reward critic, cost critic, stacked: one batched product per layer
     log_std: jax.Array | None  # [action]
 
 
@@ -107,7 +107,7 @@ class LearnerState:
     optimiser: PyTree
     normaliser: Normaliser | None
     scale: jax.Array  # [2] running root mean square of the reward and cost critics' targets
-    multiplier: jax.Array  # [] λ without the gain's part
+    multiplier: jax.Array  # [] λ without the part of `multiplier_gain`
     recent: jax.Array  # [3] mean return, cost and share over the limit of the last iteration with an episode's end
     worlds: Worlds
     key: Key
@@ -138,7 +138,7 @@ class Rollout:
 class Batch:
     """Steps to learn from, [step, ...]."""
 
-    index: jax.Array  # cell, where the grid is evaluated whole; else unused
+    index: jax.Array  # the cell, if the grid is evaluated whole; otherwise unused
     observation: jax.Array
     action: jax.Array
     log_prob: jax.Array
@@ -191,7 +191,7 @@ class Learner:
     ) -> tuple[LearnerState, Rollout, dict[str, jax.Array]]:
         """One iteration: play, move λ, improve the policy. Also returns what was played."""
         key, play_key, learn_key = jax.random.split(state.key, 3)
-        # Full precision also where the hardware would rather not: the networks are tiny, ratios near 1 are not.
+        # Full precision on all hardware: the networks are tiny, and ratios near 1 need it.
         with jax.default_matmul_precision("highest"):
             worlds, played = self.play(state, task, play_key)
             recent, ended = summarise_ends(played, limit, state.recent)
@@ -200,7 +200,7 @@ class Learner:
             state = replace(state, params=rescale(state.params, state.scale / scale))
             params, optimiser, metrics = self.learn(state, batch, learn_key)
         normaliser = state.normaliser
-        if normaliser is not None:  # after learning: an iteration acts and learns with one and the same
+        if normaliser is not None:  # after learning: one iteration acts and learns with the same normaliser
             normaliser = normaliser.update(played.observation)
         state = LearnerState(
             params=params, optimiser=optimiser, normaliser=normaliser, scale=scale, multiplier=multiplier,
@@ -220,17 +220,17 @@ class Learner:
     def move(
         self, multiplier: jax.Array, cost: jax.Array, limit: jax.Array, ended: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """The multiplier up by the violation or down by the slack, and the λ to learn with; both in [0, cap].
+        """The moved multiplier, and the λ to learn with; both in [0, cap].
 
-        A proportional part beside the integral, as in PID-Lagrangian methods (Stooke et al. 2020): the integral
-        alone swings about the limit. Where no episode ended, nothing is known and the integral stays.
+        The multiplier is an integral of the violations, which alone swings about the limit. As in PID-Lagrangian
+        methods (Stooke et al. 2020), λ has a proportional part as well. If no episode ended, the integral stays.
         """
         config, violation = self.config, jnp.where(ended > 0, jnp.clip(cost - limit, -1.0, 1.0), 0.0)
         multiplier = jnp.clip(multiplier + config.multiplier_rate * violation, 0.0, config.multiplier_cap)
         return multiplier, jnp.clip(multiplier + config.multiplier_gain * violation, 0.0, config.multiplier_cap)
 
     def play(self, state: LearnerState, task: PyTree, key: Key) -> tuple[Worlds, Rollout]:
-        """Every episode goes on for `steps` steps; where one ends, the next begins."""
+        """Play `steps` steps in every environment; where an episode ends, the next one begins."""
         envs, params = self.config.envs, state.params
         actor = jax.tree.map(lambda x: x[ACTOR], params.nets)
         table = None if self.cells is None else actor(encode(jnp.asarray(self.cells), self.spec, None))
@@ -271,7 +271,7 @@ class Learner:
         ahead = self.values(state, played.final_observation)
         discount = jnp.array([config.discount, config.cost_discount])[:, None, None]
         signal = jnp.stack([played.reward, played.cost])
-        # A truncated episode would have gone on: its last step is worth what the true final observation is.
+        # A truncated episode would have gone on: its last step bootstraps from the true final observation.
         error = signal + discount * ~played.terminated * ahead - values
         decay = discount * config.trace * ~played.done
         by_env = [jnp.moveaxis(x, 1, -1) for x in (decay, error)]  # [2, env, time]
@@ -279,7 +279,7 @@ class Learner:
         targets = values + advantages
 
         reward, cost = (x - x.mean() for x in advantages)
-        # Standardised, but never blown up: once every episode goes well, what is left is noise.
+        # Standardised, but never blown up: once all episodes go well, the rest is noise.
         reward = reward / jnp.maximum(reward.std(), 0.1 * state.scale[0])
         advantage = (reward - price * cost) / (1 + price)
         rms = jnp.sqrt((targets**2).mean((1, 2)))
@@ -294,7 +294,7 @@ class Learner:
         return batch, scale
 
     def values(self, state: LearnerState, observation: jax.Array) -> jax.Array:
-        """What the critics say, [2, ...]."""
+        """The values of the two critics, [2, ...]."""
         critics = jax.tree.map(lambda x: x[REWARD:], state.params.nets)
         scale = state.scale[:, *[None] * (observation.ndim - 1)]
         if self.cells is None:
@@ -315,7 +315,7 @@ class Learner:
             metrics["grad_norm"] = optax.tree.norm(grads)
             return (optax.apply_updates(params, updates), optimiser), metrics
 
-        # Sorted noise is a permutation for each epoch, and cheaper to compile than JAX's own.
+        # Sorting noise gives a permutation per epoch, and compiles faster than JAX's own.
         order = jnp.argsort(jax.random.uniform(key, (config.epochs, len(batch.action))), axis=-1)
         carry = (state.params, state.optimiser)
         order = order.reshape(config.epochs * config.minibatches, -1)
@@ -328,7 +328,7 @@ class Learner:
             out = evaluate_all(params.nets, encode(batch.observation, self.spec, normaliser))  # [3, step, out]
         else:
             table = evaluate_all(params.nets, encode(jnp.asarray(self.cells), self.spec, None))  # [3, cell, out]
-            # A product instead of a gather: its gradient is one too, where a scatter is slow and, on a GPU, random.
+            # A product instead of a gather: a gather's gradient is a scatter, slow and, on a GPU, not reproducible.
             out = jax.nn.one_hot(batch.index, len(self.cells)) @ table
         policy = distribution(out[ACTOR], params.log_std)
         ratio = jnp.exp(policy.log_prob(batch.action) - batch.log_prob)
@@ -350,7 +350,7 @@ class Learner:
 def rescale(params: Params, factor: jax.Array) -> Params:
     """The same values in new units: a critic's output layer times `factor` [2], as in PopArt.
 
-    Without it a growing scale would make the values grow, which make the targets and so the scale grow.
+    Otherwise a growing scale would raise the values, these the targets, and those the scale again.
     """
     by = jnp.concatenate([jnp.ones(1), factor])  # the actor's stays
     last = lambda nets: (nets.weights[-1], nets.biases[-1])  # noqa: E731
@@ -360,9 +360,9 @@ def rescale(params: Params, factor: jax.Array) -> Params:
 
 
 def summarise_ends(played: Rollout, limit: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Mean return, cost and share over the limit of the episodes that ended, [3], and how many did.
+    """Mean return, mean cost and share over the limit of the episodes that ended, [3], and their number.
 
-    When none did, it is as `before`.
+    If none ended, the means are those of `before`.
     """
     ended = played.done.sum()
     values = jnp.stack([played.returns, played.costs, is_over(played.costs, limit)])
