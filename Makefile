@@ -2,13 +2,21 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint format lock clean
+# What matters most, for the inner loop: the paper's equations, trials, tokens, cached attention, what users meet.
+QUICK := $(addprefix tests/test_, penalty.py returns.py trial.py spaces.py transformer.py policy.py imports.py errors.py \
+  cli.py::test_mistakes_are_one_line) \
+  'tests/test_scared.py::test_the_good_arm_is_found_in_context_and_pulled_exactly_as_often_as_the_budget_allows[ppo]'
+
+.PHONY: demo test quick lint format lock clean
 
 demo: .venv/ready  ## what the library does, in under two minutes
 	$(BIN)/safeicrl demo
 
 test: .venv/ready lint  ## everything the continuous integration checks; a file of tests stays in one process
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+quick: .venv/ready lint  ## lint, types and the tests that matter most; with programs compiled by an earlier run
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(QUICK)
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -31,4 +39,4 @@ lock:  ## resolve the ranges of pyproject.toml anew (needs uv)
 	  --extra mujoco --extra dev --extra tensorboard --extra minari pyproject.toml -o requirements.lock
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .cache build dist *.egg-info

@@ -1,9 +1,41 @@
-"""All tests share compiled programs, also with the processes they start; most of their time is compilation."""
+"""All tests share compiled programs, with the processes they start and with later runs too.
 
+Most of the tests' time is compilation. The programs are kept in an ignored folder of the repository, or where
+JAX_COMPILATION_CACHE_DIR says; `make clean` removes them. Workers may write there at the same time: JAX compiles
+anew whatever it cannot read.
+"""
+
+import importlib.metadata
 import os
-import tempfile
+from pathlib import Path
 
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp(prefix="safeicrl-tests-"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
-# Half the optimisation: programs that run for seconds are not worth the whole.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
+import pytest
+
+CACHE = Path(__file__).parents[1] / ".cache" / "jax"
+CACHE_BYTES = 2**28  # several runs of everything; JAX has a limit of its own, which needs one more package
+
+# Not optimised: nearly all programs here take longer to compile than to run. The others use probe.OPTIMISED.
+FLAGS = ["--xla_backend_optimization_level=0"]
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # XLA stops at a flag that it does not know
+    FLAGS.append("--xla_cpu_use_fusion_emitters=false")  # they double the time of compilation
+
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
+
+
+def trim(folder: Path, limit: int) -> None:
+    """Delete the oldest files of `folder` until it holds at most `limit` bytes."""
+    files = sorted((path.stat().st_mtime, path.stat().st_size, path) for path in folder.glob("*") if path.is_file())
+    excess = sum(size for _, size, _ in files) - limit
+    for _, size, path in files:
+        if excess <= 0:
+            break
+        path.unlink(missing_ok=True)
+        excess -= size
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Once per run: xdist's workers have `workerinput`."""
+    if not hasattr(config, "workerinput"):
+        trim(CACHE, CACHE_BYTES)

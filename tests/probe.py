@@ -8,6 +8,9 @@ import jax.numpy as jnp
 from safeicrl.envs.api import EnvSpec, Step, record
 from safeicrl.envs.spaces import Box, Discrete
 
+# For what runs longer than it compiles: conftest.py turns the compiler's optimisations off for all else.
+OPTIMISED = {"xla_backend_optimization_level": 1}
+
 
 @record
 class PushState:

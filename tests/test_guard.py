@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from networks import random_weights
-from probe import Push
+from probe import OPTIMISED, Push
 
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.algos.scared import Scared, ScaredConfig
@@ -43,14 +43,17 @@ def fit(guard: Guard, features, action, cost, done, steps: int = 400) -> Guard:
     params, static = eqx.partition(guard, eqx.is_array)
     optimiser = optax.adam(1e-2)
 
-    def step(carry, _):
-        params, state = carry
-        grads = jax.grad(lambda p: eqx.combine(p, static).loss(features, action, cost, done, known)[0])(params)
-        updates, state = optimiser.update(grads, state)
-        return (optax.apply_updates(params, updates), state), None
+    @functools.partial(jax.jit, compiler_options=OPTIMISED)
+    def learn(params, *rows):  # rows are arguments: as constants they take longer to compile than to learn from
+        def step(carry, _):
+            params, state = carry
+            grads = jax.grad(lambda p: eqx.combine(p, static).loss(*rows)[0])(params)
+            updates, state = optimiser.update(grads, state)
+            return (optax.apply_updates(params, updates), state), None
 
-    learn = jax.jit(lambda p: jax.lax.scan(step, (p, optimiser.init(p)), length=steps)[0][0])
-    return eqx.combine(learn(params), static)
+        return jax.lax.scan(step, (params, optimiser.init(params)), length=steps)[0][0]
+
+    return eqx.combine(learn(params, features, action, cost, done, known), static)
 
 
 # -- what it predicts

@@ -29,6 +29,7 @@ def recorded(robot: str, run: int) -> dict[str, np.ndarray]:
     return {key.removeprefix(prefix): GOLDEN[key] for key in GOLDEN.files if key.startswith(prefix)}
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def one_steps(env, task, before, actions):
     """One step from each of many states at once."""
 

@@ -1,6 +1,7 @@
 """PPO-Lagrangian: pieces by hand, probes with known constrained optima, and the trainer's and user's way to it."""
 
 import dataclasses
+import functools
 import json
 
 import equinox as eqx
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from probe import Casino, Push, Throw
+from probe import OPTIMISED, Casino, Push, Throw
 
 from safeicrl import load_policy
 from safeicrl.agents.api import with_options
@@ -38,7 +39,7 @@ def run(env, config, tasks, limits, seed=0):
     learner = Learner(env, config)
     keys = jax.random.split(jax.random.key(seed), len(limits))
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=OPTIMISED)
     def go(keys, tasks, limits):
         def body(states, _):
             states, _, metrics = jax.vmap(learner.iterate)(states, tasks, limits)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from probe import Casino, Push
+from probe import OPTIMISED, Casino, Push
 
 from safeicrl.agents.api import with_options
 from safeicrl.agents.decision import RTG_FLOOR, DecisionAgent
@@ -56,6 +56,11 @@ def made(rows=3, steps=40, seed=0, length=5):
         cost=(rng.random((rows, steps)) < 0.3).astype(np.uint8),
         done=done,
     )
+
+
+@eqx.filter_jit  # in one program instead of one for each array
+def network(config=SMALL, seed=0):
+    return DecisionNet(config, ROOM.spec, jax.random.key(seed))
 
 
 def random_steps(config=SMALL, rows=2, seed=0):
@@ -134,7 +139,7 @@ def test_windows_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("tokens", ["one", "four"])
 def test_no_prediction_sees_its_own_action_or_the_future(tokens):
-    net = DecisionNet(dataclasses.replace(SMALL, tokens=tokens), ROOM.spec, jax.random.key(0))
+    net = network(dataclasses.replace(SMALL, tokens=tokens))
     predict = jax.jit(lambda steps: net(steps, unit_scales(ROOM.spec)))
     steps, other, at = random_steps(), random_steps(seed=1), 6
     later = jax.tree.map(lambda a, b: a.at[:, at + 1 :].set(b[:, at + 1 :]), steps, other)
@@ -201,11 +206,12 @@ def window_by_hand(trials, scales, row, t, context):
 def test_acting_step_by_step_is_the_training_forward_of_the_relabelled_window(tokens):
     config = dataclasses.replace(SMALL, tokens=tokens, context=8)
     scales = measure_scales(make_windows(made(), 8), ROOM.spec)
-    net = DecisionNet(config, ROOM.spec, jax.random.key(1))
+    net = network(config, seed=1)
     net = eqx.tree_at(lambda n: n.head.weight, net, net.head.weight * 100)  # far from ties
     agent = DecisionAgent(net=net, scales=scales, temperature=0.0)
     tasks, budgets = sample_queue(ROOM, "train", (0.0, 4.0), (6, 1), jax.random.key(2))
     trials = run_trials(ROOM, agent, tasks, budgets, jax.random.key(3), episodes=4, steps=20)
+    trials = jax.tree.map(np.asarray, trials)
     assert trials.terminated.any()
     predict = jax.jit(lambda steps: net(steps, scales))
     for row in range(6):
@@ -222,31 +228,33 @@ def test_acting_step_by_step_is_the_training_forward_of_the_relabelled_window(to
 
 def test_the_window_holds_what_is_derived_by_hand():
     scales = measure_scales(make_windows(made(), 8), ROOM.spec)
-    net = DecisionNet(dataclasses.replace(SMALL, context=7), ROOM.spec, jax.random.key(1))
+    net = network(dataclasses.replace(SMALL, context=7), seed=1)
     agent = DecisionAgent(net=net, scales=scales)
     tasks, budgets = sample_queue(ROOM, "train", (1.0, 4.0), (5, 2), jax.random.key(2))
     trials = run_trials(ROOM, agent, tasks, budgets, jax.random.key(3), episodes=2, steps=16)
+    trials = jax.tree.map(np.asarray, trials)
     remember, memory = eqx.filter_jit(agent.remember), agent.init(None, 5)
     for t in range(16):
         memory = remember(memory, jax.tree.map(lambda x, t=t: x[:, t], trials.token))
+        seen = jax.tree.map(np.asarray, memory)
         for row in range(5):
             # a new trial in the row's queue begins with an empty window
             began = int(np.flatnonzero(np.asarray(trials.token.first[row, : t + 1]))[-1])
             own = jax.tree.map(lambda x, b=began: x[:, b:], trials)
             expected = window_by_hand(own, scales, row, t - began, 7)
             size = len(expected.reward)
-            assert memory.length[row] == size
+            assert seen.length[row] == size
             for name in ("observation", "rtg", "ctg", "time"):
-                found = getattr(memory.steps, name)[row, :size]
+                found = getattr(seen.steps, name)[row, :size]
                 np.testing.assert_allclose(found, getattr(expected, name), atol=1e-5, err_msg=f"{name} {row} {t}")
             for name in ("action", "reward", "cost"):  # still open at the last step
-                found = getattr(memory.steps, name)[row, : size - 1]
+                found = getattr(seen.steps, name)[row, : size - 1]
                 np.testing.assert_allclose(found, getattr(expected, name)[:-1], err_msg=f"{name} {row} {t}")
 
 
 def test_budgets_beyond_the_data_are_warned_of():
     scales = replace(unit_scales(ROOM.spec), costs=jnp.array([0.0, 2.0]))
-    agent = DecisionAgent(net=DecisionNet(SMALL, ROOM.spec, jax.random.key(0)), scales=scales)
+    agent = DecisionAgent(net=network(), scales=scales)
     policy = Policy(env=ROOM, agent=agent, card={"kind": "decision"})
     with pytest.warns(BeyondTraining, match="trained on budgets from 0 to 2, not 3"):
         policy.warn_beyond(budgets=[1.0, 3.0])
@@ -278,7 +286,7 @@ def test_an_improving_history_is_learned_and_continued():
     net = DecisionConfig(embedding=8, width=32, layers=2, heads=2, context=12, attention_dropout=0.0)
     config = SafeADConfig(iterations=5, updates=80, batch=64, warmup=20, stride=6, learning_rate=3e-3, net=net)
     algo = SafeAD(env, config, casino_histories())
-    update = eqx.filter_jit(lambda algo, state: algo.update(state))
+    update = eqx.filter_jit(lambda algo, state: algo.update(state), compiler_options=OPTIMISED)
     state, losses = eqx.filter_jit(algo.init)(jax.random.key(0)), []
     for _ in range(config.iterations):
         state, metrics = update(algo, state)
@@ -336,9 +344,9 @@ def test_real_valued_actions_by_squared_error():
     algo = SafeAD(env, config, histories)
     assert algo.scales.mean[0] == pytest.approx(observation.mean(), rel=1e-4)
     steps = algo.windows.sample(jax.random.key(0), 16, 8)
-    state = algo.init(jax.random.key(0))
-    means = state.net(steps, algo.scales)
-    loss, _ = algo.loss(state.net, steps, None)
+    state = eqx.filter_jit(algo.init)(jax.random.key(0))
+    means = eqx.filter_jit(state.net)(steps, algo.scales)
+    loss, _ = eqx.filter_jit(algo.loss)(state.net, steps, None)
     assert loss == pytest.approx(np.mean((np.asarray(means) - np.asarray(steps.action)) ** 2), rel=1e-5)
     update = eqx.filter_jit(lambda algo, state: algo.update(state))
     for _ in range(2):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from networks import QUEUE, ROOM, ROWS, STEPS, random_rows, random_weights
-from probe import Casino, Throw
+from probe import OPTIMISED, Casino, Throw
 
 from safeicrl.agents.api import with_options
 from safeicrl.algos.api import METRICS
@@ -63,7 +63,7 @@ class Fit:
 def fit(env: Any, optimiser: str, seed: int = 0, levels: int = 0) -> Fit:
     algorithm = Scared(env, config(optimiser, net=dataclasses.replace(TINY, levels=levels)))
     state = eqx.filter_jit(algorithm.init)(jax.random.key(seed))
-    update = eqx.filter_jit(algorithm.update)
+    update = eqx.filter_jit(algorithm.update, compiler_options=OPTIMISED)
     history = []
     for _ in range(algorithm.config.iterations):
         state, metrics = update(state)
@@ -465,7 +465,7 @@ def test_overspent_episodes_are_learned_from_but_neither_reported_nor_judged():
 def test_a_budget_of_zero_is_not_overspent():
     """Where costs are real numbers too: half of the throws are over it, and are reported so."""
     algorithm = Scared(Throw(), config("ppo", rows=512))
-    hidden, budgets = algorithm.draw(jax.random.key(1))
+    hidden, budgets = jax.jit(algorithm.draw)(jax.random.key(1))
     agent = algorithm.agent(eqx.filter_jit(algorithm.init)(jax.random.key(0)))
     trials = algorithm.play(agent, hidden, jnp.zeros_like(budgets), jax.random.key(2))
     found = summary(episode_sums(trials, algorithm.episodes))
@@ -486,11 +486,12 @@ def test_the_multiplier_may_follow_replay():
     algorithm = Scared(Throw(), config("ddpg", penalty=penalty))
     fresh = Scared(Throw(), config("ddpg"))
     state = eqx.filter_jit(algorithm.init)(jax.random.key(0))
-    hidden, budgets = algorithm.draw(jax.random.key(1))
+    hidden, budgets = jax.jit(algorithm.draw)(jax.random.key(1))
     trials = algorithm.play(algorithm.optimiser.explorer(state.optimiser), hidden, budgets, jax.random.key(2))
     costs = episode_sums(trials, algorithm.episodes, algorithm.config.queue)
-    full = buffer.add(state.optimiser.replay, algorithm.optimiser.row(trials, hidden))
-    played = lambda a, s: int(a.judged(s, costs).played.sum())  # noqa: E731
+    add = eqx.filter_jit(lambda replay: buffer.add(replay, algorithm.optimiser.row(trials, hidden)))
+    full = add(state.optimiser.replay)
+    played = lambda a, s: int(eqx.filter_jit(a.judged)(s, costs).played.sum())  # noqa: E731
     later = replace(state, optimiser=replace(state.optimiser, replay=full))
     one = int(costs.played.sum())
     assert one > 0

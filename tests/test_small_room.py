@@ -1,8 +1,11 @@
 """In-context learning emerges: a smaller `safeicrl train --preset darkroom-small`, judged by its own evaluation."""
 
+import functools
 import io
 
+import jax
 import numpy as np
+from probe import OPTIMISED
 from rich.console import Console
 
 from safeicrl.agents.api import with_options
@@ -26,7 +29,8 @@ CONFIG = ScaredConfig(
 )
 
 
-def test_the_frozen_policy_finds_new_goals_and_remembers_them(tmp_path):
+def test_the_frozen_policy_finds_new_goals_and_remembers_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=OPTIMISED))
     algorithm = Scared(ROOM, CONFIG)
     settings = TrainConfig(evaluation=EvalConfig(every=0, tasks=300, segments=1))
     trained = train(algorithm, settings, out=tmp_path / "run", console=Console(file=io.StringIO()))

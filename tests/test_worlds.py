@@ -341,7 +341,7 @@ def test_the_shipped_point_learns_arenas_in_context_and_searches_by_its_budget()
     """It goes where the goal was, around what cost it before; a small budget makes it stop sooner."""
     policy = load_policy("safe-dark-point")
     small, large = (
-        evaluate(policy.env, policy.agent, tasks=32, episodes=6, seed=1, budgets=budgets)
+        evaluate(policy.env, policy.agent, tasks=32, episodes=6, seed=1, budgets=budgets, segments=2)
         for budgets in ((10.0, 14.0), (40.0, 50.0))
     )
     assert large.returns[:, -2:].mean() > 0.85

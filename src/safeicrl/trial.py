@@ -74,6 +74,7 @@ class _Row:
     over: jax.Array  # [] bool: the queue is empty
 
 
+@eqx.filter_jit
 def sample_queue(env: Env, split: Split, budgets: tuple[float, float], shape: tuple[int, ...], key: Key) -> tuple:
     """Tasks of `split` and budgets uniform in a range, both of leading `shape`."""
     task_key, budget_key = jax.random.split(key)
@@ -206,6 +207,7 @@ class Episodes:
         return self.budgets < 0
 
 
+@eqx.filter_jit
 def episode_sums(trials: Trials, episodes: int, queue: int = 1) -> Episodes:
     """Every episode of the first `queue` trials of each row, [row · queue, episode]."""
     count = queue * episodes
