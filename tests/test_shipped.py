@@ -46,9 +46,9 @@ def shuffled(agent: Agent) -> Agent:
 
 @pytest.mark.parametrize("name", policy_names())
 def test_a_shipped_policy_does_what_its_stored_evaluation_says(name):
-    """Ten times nearer than with its weights in disorder; evaluations from ARM replay on x86 at least 50 times nearer.
+    """Ten times nearer than with its weights in disorder. (Evaluations from ARM replay on x86 50 times nearer.)
 
-    Nearly, because CPUs round differently: a robot ends up a little elsewhere, and a sampled action may flip.
+    Not exactly, because CPUs round differently: a robot ends up a little elsewhere, and a sampled action may flip.
     """
     policy, stored = load_policy(name), load_results(RESULTS / name / "policy")
     assert policy.card["actions"] == stored.meta["actions"]
