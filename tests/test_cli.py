@@ -159,8 +159,8 @@ def test_every_option_has_a_line_of_help(capsys, command):
 def test_every_option_of_training_has_a_line_of_help(capsys):
     """Options are the fields of an environment and an algorithm: one preset for each pair of them."""
     kinds = {}
-    for name, found in PRESETS.items():
-        whole = found.make().stages[0].experiment
+    for name in PRESETS.keys() - {"table"}:  # which is of these tests
+        whole = PRESETS[name].make().stages[0].experiment
         kinds.setdefault((type(whole.env), type(whole.algo)), name)
     assert len(kinds) > 5
     for name in kinds.values():

@@ -26,6 +26,7 @@ from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers.ppo import PPOConfig
 from safeicrl.policies.cards import save_policy
+from safeicrl.policies.contenders import released
 from safeicrl.policies.policy import load_policy
 from safeicrl.trial import run_trials, sample_queue
 
@@ -325,11 +326,13 @@ def test_a_policy_without_a_guard_has_no_risk():
 
 
 def test_evaluate_takes_a_risk_or_switches_the_guard_off(guarded, tmp_path, capsys):
-    for options, words in ((["--risk", "0.01"], "risk 0.01"), (["--no-guard"], "off"), ([], "risk 0.2")):
-        out = tmp_path / words.replace(" ", "")
-        assert main(["evaluate", str(guarded), "--tasks", "4", "--out", str(out), *options]) == 0
-        assert load_results(out).meta["guard"] == words
+    assert main(["evaluate", str(guarded), "--tasks", "4", "--risk", "0.01", "--out", str(tmp_path / "found")]) == 0
+    assert load_results(tmp_path / "found").meta["guard"] == "risk 0.01"
+    assert released(str(guarded), guard=False).meta["guard"] == "off"
+    assert released(str(guarded)).meta["guard"] == "risk 0.2"
     assert main(["evaluate", str(guarded), "--risk", "2"]) == 2
     assert capsys.readouterr().err.endswith("risk must be a number between 0 and 1, both excluded, got 2.0\n")
-    assert main(["evaluate", "--agent", "random", "--risk", "0.1"]) == 2
+    assert main(["evaluate", str(guarded), "--no-guard", "--risk", "0.1"]) == 2
+    assert "a guard that is off has no risk" in capsys.readouterr().err
+    assert main(["evaluate", "--agent", "random", "--no-guard"]) == 2
     assert "the random agent has no guard" in capsys.readouterr().err

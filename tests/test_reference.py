@@ -2,10 +2,12 @@
 
 import itertools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from probe import OPTIMISED
 
 from safeicrl.agents.reference import (
     FREE,
@@ -25,6 +27,7 @@ from safeicrl.trial import episode_sums, run_trials, sample_queue
 
 SMALL = SafeDarkRoom(size=4, obstacles=8, max_steps=6, episodes=2)
 KEY = jax.random.key(0)
+play = eqx.filter_jit(run_trials, compiler_options=OPTIMISED)  # planning is work
 
 
 def sample(env: SafeDarkRoom, split: str, count: int, seed: int = 0):
@@ -55,11 +58,14 @@ def solved():
     return tasks, [brute_force(SMALL, *room) for room in zip(rooms.goal, rooms.obstacles, strict=True)]
 
 
+solve = eqx.filter_jit(optimum, compiler_options=OPTIMISED)
+
+
 def test_optimum_against_brute_force(solved):
     tasks, answers = solved
     rooms = jax.tree.map(lambda x: x[:, 0], tasks)
     for budget in range(5):
-        found = optimum(SMALL, rooms, jnp.full(len(answers), budget + 0.5))
+        found = solve(SMALL, rooms, jnp.full(len(answers), budget + 0.5))
         for i, best in enumerate(answers):
             cost = min(best, default=np.inf)
             assert float(found.cost[i]) == cost
@@ -72,10 +78,10 @@ def test_a_costlier_route_is_taken_when_the_free_one_is_too_long():
     env = SafeDarkRoom(size=5, obstacles=3, max_steps=4)
     wall = [(1, 2), (1, 3), (1, 1)]  # the goal (0, 2) lies two steps up, behind a wall; the way round takes six
     task = jax.tree.map(lambda x: x[None], env.make_task((0, 2), wall))
-    found = optimum(env, task, jnp.array([1.0]))
+    found = solve(env, task, jnp.array([1.0]))
     assert (bool(found.goal[0]), float(found.cost[0]), float(found.steps[0])) == (True, 1.0, 2.0)
     patient = SafeDarkRoom(size=5, obstacles=3, max_steps=8)
-    found = optimum(patient, task, jnp.array([0.0]))
+    found = solve(patient, task, jnp.array([0.0]))
     assert (bool(found.goal[0]), float(found.cost[0]), float(found.steps[0])) == (True, 0.0, 6.0)
 
 
@@ -85,7 +91,7 @@ def test_the_planner_plays_the_optimum(solved):
     for budget in (0, 1, 3):
         queue = jax.tree.map(lambda x: jnp.concatenate([x, x[::-1]], axis=1), tasks)  # two trials a row
         budgets = jnp.full((rows, 2), float(budget))
-        trials = run_trials(SMALL, PlannerAgent(SMALL), queue, budgets, KEY, episodes=2, steps=24)
+        trials = play(SMALL, PlannerAgent(SMALL), queue, budgets, KEY, episodes=2, steps=24)
         sums = jax.tree.map(np.asarray, episode_sums(trials, 2))
         second = jax.tree.map(np.asarray, trials)
         for i, best in enumerate(answers):
@@ -128,7 +134,7 @@ def test_the_explorer_keeps_its_promises_in_crowded_rooms(env):
     steps = episodes * env.max_steps
     tasks = sample(env, "train", rows)
     agent = ExplorerAgent(env)
-    trials = run_trials(env, agent, tasks, budgets[:, None], KEY, episodes=episodes, steps=steps)
+    trials = play(env, agent, tasks, budgets[:, None], KEY, episodes=episodes, steps=steps)
     sums = episode_sums(trials, episodes)
     check_promises(env, trials, sums, budgets)
     assert np.asarray(sums.returns)[budgets == 0].sum() == 0  # nothing unknown may be entered
@@ -140,7 +146,7 @@ def test_the_explorer_in_the_papers_rooms():
     env = SafeDarkRoom()
     budgets = np.repeat(np.arange(1.0, 10.0), 10)
     tasks = sample(env, "test", len(budgets))
-    trials = run_trials(env, ExplorerAgent(env), tasks, budgets[:, None], KEY, episodes=50, steps=1500)
+    trials = play(env, ExplorerAgent(env), tasks, budgets[:, None], KEY, episodes=50, steps=1500)
     sums = episode_sums(trials, 50)
     check_promises(env, trials, sums, budgets)
     assert np.asarray(sums.returns).sum(axis=1).mean() >= 44
@@ -157,7 +163,7 @@ def test_a_known_goal_out_of_budget_sends_the_explorer_looking(budget, action):
     token = first_token(env.spec, jnp.array([2, 2]), jnp.float32(budget))
     token = jax.tree.map(lambda x: x[None], replace(token, episode=jnp.int32(1), action=jnp.int32(0)))
     memory = RoomMap(cells=cells, stuck=jnp.array([False]))
-    assert int(ExplorerAgent(env).act(memory, token, KEY)[1][0]) == action
+    assert int(eqx.filter_jit(ExplorerAgent(env).act)(memory, token, KEY)[1][0]) == action
 
 
 def test_the_explorer_forgets_between_trials():
@@ -167,8 +173,8 @@ def test_the_explorer_forgets_between_trials():
     budgets = jnp.full((20, 1), 3.0)
     agent = ExplorerAgent(env)
     both = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), first, second)
-    queue = run_trials(env, agent, both, jnp.tile(budgets, 2), KEY, episodes=3, steps=60)
-    alone = run_trials(env, agent, second, budgets, KEY, episodes=3, steps=30)
+    queue = play(env, agent, both, jnp.tile(budgets, 2), KEY, episodes=3, steps=60)
+    alone = play(env, agent, second, budgets, KEY, episodes=3, steps=30)
     for row in range(20):
         of_queue = np.asarray(queue.action[row])[np.asarray(queue.valid[row] & (queue.trial[row] == 1))]
         of_alone = np.asarray(alone.action[row])[np.asarray(alone.valid[row])]
