@@ -16,6 +16,8 @@ from safeicrl.evaluation.results import Results
 from safeicrl.provenance import surroundings
 from safeicrl.trial import Episodes, episode_sums, run_trials
 
+SEGMENT = 32  # steps; a shorter segment of a trial saves less time than its compilation takes
+
 
 def evaluate(
     env: Env,
@@ -43,7 +45,7 @@ def evaluate(
     `episodes` is the environment's K by default. Tasks and budgets depend on `seed` alone, so two agents meet the
     same tasks. At most `rows` trials run at a time (by default 256, on a CPU 32), which bounds the memory. All
     these chunks share one compilation, and each ends with its longest trial. `segments` is that of `run_trials`,
-    for agents whose memory grows.
+    for agents whose memory grows; a short trial has fewer.
     """
     check_integer("tasks", tasks, 1)
     trials = tasks * check_integer("budgets_per_task", budgets_per_task, 1)
@@ -61,7 +63,8 @@ def evaluate(
     sampled = _sample(env, check_split(split), jax.random.split(task_key, tasks))
     budget = grid[np.arange(trials) * len(grid) // trials]  # [trial]: every budget equally often
     rows = min(rows, trials)
-    segments = segments if _grows(agent, sampled, episodes * env.spec.max_steps) else 1
+    steps = episodes * env.spec.max_steps
+    segments = min(segments, max(steps // SEGMENT, 1)) if _grows(agent, sampled, steps) else 1
     parts = []
     for chunk, first in enumerate(range(0, trials, rows)):
         # The last chunk is filled up with the first trials, so that all chunks have one shape.

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
+from safeicrl.budgets import is_over
 from safeicrl.envs.draw import Cell, room_image
 from safeicrl.files import atomic_write
 
@@ -142,7 +143,7 @@ class RobotFilm:
 
     def over(self, episode: int, frame: int) -> bool:
         """Whether the steps so far cost more than the budget."""
-        return bool(self.costs[episode][: self.steps[frame]].sum() > self.budget)
+        return bool(is_over(self.costs[episode][: self.steps[frame]].sum(), self.budget))
 
     def draw_charts(self, axes: list[Axes]) -> None:
         """Every episode's return, and its cost against the budget."""
