@@ -68,7 +68,7 @@ class RoomFilm:
 
     def over(self, episode: int, frame: int) -> bool:
         """Whether the steps so far cost more than the budget."""
-        return self.cost(episode, frame) > self.budget
+        return bool(is_over(self.cost(episode, frame), self.budget))
 
     def cost(self, episode: int, steps: int | None = None) -> float:
         """Summed cost of an episode's first `steps` steps, or of all."""
