@@ -201,12 +201,15 @@ def test_a_stopped_recipe_goes_on_with_other_limits(tmp_path, capsys, monkeypatc
         assert main(["train", "--resume", str(run), *options]) == 2
         assert words in capsys.readouterr().err
     before = (run / "1-walk" / "checkpoint.safetensors").read_bytes()
+    monkeypatch.setattr("sys.argv", ["safeicrl", "train", "--resume", "run"])
+    began = json.loads((run / "recipe.json").read_text())["command"]
     assert main(["train", "--resume", str(run), "--iterations", "1"]) == 0
     assert "stage 2 of 2: run" in capsys.readouterr().out
     assert (run / "1-walk" / "checkpoint.safetensors").read_bytes() == before
     limits = [each.experiment.train.iterations for each in load_recipe(run).stages]
     assert limits == [None, 1]  # the first stage is stored as it ran
     assert [entry["iterations"] for entry in load_policy(run).card["stages"]] == [2, 1]
+    assert json.loads((run / "recipe.json").read_text())["command"] == began != "safeicrl train --resume run"
     # resumed once more there is nothing left to do
     assert main(["train", "--resume", str(run)]) == 0
     assert "compiling" not in capsys.readouterr().out

@@ -78,6 +78,9 @@ def save_recipe(folder: Path, recipe: Recipe, done: list[dict[str, Any]], *, exp
 
     `done` has an entry for each finished stage; `exported` says that the policy has been written, too.
     """
+    path, where = folder / RECIPE, surroundings()
+    if path.exists():  # the run comes from where it began, also when it is resumed elsewhere
+        where |= {name: value for name, value in read_json(path, "recipe").items() if name in where}
     stages = [{"name": stage.name, **describe(**vars(stage.experiment))} for stage in recipe.stages]
     saved = {
         "name": recipe.name,
@@ -86,9 +89,9 @@ def save_recipe(folder: Path, recipe: Recipe, done: list[dict[str, Any]], *, exp
         "env_args": recipe.env_args,
         "done": done,
         "exported": exported,
-        **surroundings(),
+        **where,
     }
-    write_json(folder / RECIPE, saved)
+    write_json(path, saved)
 
 
 def load_progress(folder: Path) -> tuple[list[dict[str, Any]], bool]:
