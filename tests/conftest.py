@@ -17,7 +17,8 @@ CACHE_BYTES = 2**28  # several runs of everything; JAX has a limit of its own, w
 # Not optimised: nearly all programs here take longer to compile than to run. The others use probe.OPTIMISED.
 FLAGS = ["--xla_backend_optimization_level=0"]
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # XLA stops at a flag that it does not know
-    FLAGS.append("--xla_cpu_use_fusion_emitters=false")  # they double the time of compilation
+    # Fusion emitters double the time of compilation; splitting small programs among threads adds to it.
+    FLAGS += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

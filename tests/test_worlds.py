@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from probe import Push
+from probe import OPTIMISED, Push
 
 from safeicrl.agents.reference import RandomAgent
 from safeicrl.cli import main
@@ -40,6 +40,7 @@ from safeicrl.recipes.recipe import load_experiment
 from safeicrl.show import demo
 from safeicrl.show.shoot import shoot_robot
 from safeicrl.train import train
+from safeicrl.trial import episode_sums, run_trials, sample_queue
 
 # -- the revealed environment
 
@@ -340,10 +341,14 @@ def is_shape(leaf: Any) -> bool:
 def test_the_shipped_point_learns_arenas_in_context_and_searches_by_its_budget():
     """It goes where the goal was, around what cost it before; a small budget makes it stop sooner."""
     policy = load_policy("safe-dark-point")
-    small, large = (
-        evaluate(policy.env, policy.agent, tasks=32, episodes=6, seed=1, budgets=budgets, segments=2)
-        for budgets in ((10.0, 14.0), (40.0, 50.0))
-    )
+
+    @functools.partial(eqx.filter_jit, compiler_options=OPTIMISED)
+    def play(agent: Any, low: jax.Array, key: jax.Array) -> Any:
+        tasks, extra = sample_queue(policy.env, "test", (0.0, 4.0), (32, 1), key)
+        trials = run_trials(policy.env, agent, tasks, low + extra, key, episodes=6, steps=450, segments=2)
+        return episode_sums(trials, 6)
+
+    small, large = (play(policy.agent, jnp.float32(low), jax.random.key(1)) for low in (10, 45))
     assert large.returns[:, -2:].mean() > 0.85
     assert large.costs[:, -2:].mean() < 0.5 * large.costs[:, 0].mean()
     assert small.costs[:, 0].mean() < 0.6 * large.costs[:, 0].mean()
