@@ -5,6 +5,7 @@ JAX_COMPILATION_CACHE_DIR says; `make clean` removes them. Workers may write the
 anew whatever it cannot read.
 """
 
+import gc
 import importlib.metadata
 import os
 from pathlib import Path
@@ -20,6 +21,8 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):  # XLA stops at a f
     # Fusion emitters double the time of compilation; splitting small programs among threads adds to it.
     FLAGS += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 
+gc.set_threshold(50_000, 20, 20)  # tracing makes many objects, of which few are garbage
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # nobody reads where a test's program came from
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))

@@ -344,7 +344,7 @@ def test_the_shipped_point_learns_arenas_in_context_and_searches_by_its_budget()
 
     @functools.partial(eqx.filter_jit, compiler_options=OPTIMISED)
     def play(agent: Any, low: jax.Array, key: jax.Array) -> Any:
-        tasks, extra = sample_queue(policy.env, "test", (0.0, 4.0), (32, 1), key)
+        tasks, extra = sample_queue(policy.env, "test", (0.0, 4.0), (24, 1), key)
         trials = run_trials(policy.env, agent, tasks, low + extra, key, episodes=6, steps=450, segments=2)
         return episode_sums(trials, 6)
 
