@@ -1,4 +1,4 @@
-"""The command line: safeicrl train | collect | evaluate | export | compare | plot | demo | list.
+"""The command line: safeicrl train | collect | evaluate | export | compare | plot | demo | play | list.
 
 A user's mistake gets one line on stderr and exit code 2; a traceback is always a bug.
 """
@@ -334,7 +334,7 @@ def export(args: list[str]) -> None:
     print(f"load it:  policy = safeicrl.load_policy({str(path)!r})")
 
 
-# -- compare, plot, demo, list -------------------------------------------------------------------------------
+# -- compare, plot, demo, play, list -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -404,6 +404,34 @@ def demo(args: list[str]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Play:
+    """A local web page: draw a room, set a budget, watch a frozen agent learn it."""
+
+    # a policy of your own (name, path or run folder), besides those that ship; may be repeated
+    policy: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    host: str = "127.0.0.1"  # address to listen on; 0.0.0.0 lets other machines in, without a password
+    port: int = 8642  # 0 takes any free one
+    # a host name under which the page may be asked for, besides localhost and numeric addresses; may be repeated
+    name: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    visitors: int = 64  # at a time
+    open: bool = False  # open the page in a browser
+
+
+def play(args: list[str]) -> None:
+    """A local web page: draw a room, set a budget, watch a frozen agent learn it."""
+    asked = _parse("play", Play, args)
+
+    from safeicrl.show.play import server
+    from safeicrl.show.play.worlds import worlds
+
+    settings = server.Settings(host=asked.host, port=asked.port, names=asked.name, visitors=asked.visitors)
+    found, missing = worlds(asked.policy)
+    for why in missing:
+        print(f"not on the page: {why}")
+    server.run(found, settings, open_page=asked.open)
+
+
+@dataclass(frozen=True, kw_only=True)
 class List:
     """Environments, policies, agents, algorithms and presets by name."""
 
@@ -438,6 +466,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "compare": compare,
     "plot": plot,
     "demo": demo,
+    "play": play,
     "list": list_names,
 }
 
