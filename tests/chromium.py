@@ -1,6 +1,7 @@
 """Drives Debian's Chromium over the DevTools protocol: enough of it to open a page, click, type and read."""
 
 import base64
+import contextlib
 import json
 import shutil
 import subprocess
@@ -33,7 +34,8 @@ class Browser:
         port = self._port(profile / "DevToolsActivePort")
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=10) as reply:
             page = next(target for target in json.load(reply) if target["type"] == "page")
-        self._socket = connect(page["webSocketDebuggerUrl"], max_size=2**26)
+        self._open = contextlib.ExitStack()
+        self._socket = self._open.enter_context(connect(page["webSocketDebuggerUrl"], max_size=2**26))
         self._count = 0
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
@@ -50,7 +52,7 @@ class Browser:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._socket.close()
+        self._open.close()
         self._process.terminate()
         try:
             self._process.wait(10)
@@ -76,8 +78,9 @@ class Browser:
 
     def open(self, address: str) -> None:
         """Go to an address, until the page is there."""
-        self.call("Page.navigate", url=address)
-        self.wait("document.readyState === 'complete' && location.protocol !== 'about:'")
+        for url, there in (("about:blank", "==="), (address, "!==")):  # else a new fragment would not load anew
+            self.call("Page.navigate", url=url)
+            self.wait(f"document.readyState === 'complete' && location.protocol {there} 'about:'")
 
     def js(self, expression: str) -> Any:
         """The value of an expression on the page."""
