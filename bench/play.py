@@ -4,7 +4,8 @@ python bench/play.py           50 visitors for 20 s; a table, and results/bench_
 
 The server runs in a process of its own; the visitors run in this one and share its cores. Each plays rooms of its
 own at `speed` steps per second and begins the next when one is over. The time of a frame is the time since the last
-one; the ideal is 1/speed. The round trip is that of single steps: from the message to the frame.
+one; the ideal is 1/speed. The round trip is that of single steps: from the message to the frame. The visitors come
+twice: what they leave behind is freed if the server's memory does not grow the second time.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ READY = 300.0  # seconds for the server to load and compile the agent
 @dataclass(frozen=True)
 class Args:
     visitors: int = 50
-    seconds: float = 20.0  # of playing
+    seconds: float = 20.0  # of playing, in each of the two visits
     speed: float = 10.0  # steps per second of each visitor
     round_trips: int = 20  # single steps of each visitor, after the playing
     world: str = "safe-dark-room"
@@ -107,9 +108,9 @@ class Visitor:
             await asyncio.sleep(0.1)
 
 
-async def visit(port: int, args: Args) -> tuple[Found, float]:
-    """All visitors; → what they saw, and the seconds until the first could play."""
-    found, begin = Found(), time.monotonic()
+async def visit(port: int, args: Args, found: Found) -> float:
+    """All visitors come, play and leave; → the seconds until the first could play."""
+    begin = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         visitors = []
         for index in range(args.visitors):
@@ -123,7 +124,7 @@ async def visit(port: int, args: Args) -> tuple[Found, float]:
         await asyncio.gather(*(visitor.play(until) for visitor in visitors))
         await asyncio.gather(*(visitor.say("pause") for visitor in visitors))
         await asyncio.gather(*(visitor.step() for visitor in visitors))
-    return found, ready
+    return ready
 
 
 def memory(pid: int, name: str) -> float:
@@ -150,14 +151,15 @@ def main(args: Args) -> None:
         assert server.stdout is not None
         line = next(line for line in server.stdout if line.startswith("play at"))
         port = int(line.split(":")[2].split("/")[0])
-        before = memory(server.pid, "VmRSS")
-        found, ready = asyncio.run(visit(port, args))
-        time.sleep(1.0)
-        after, peak = memory(server.pid, "VmRSS"), memory(server.pid, "VmHWM")
+        found, mib = Found(), {"idle": memory(server.pid, "VmRSS")}
+        ready = asyncio.run(visit(port, args, found))
+        mib["peak_of_first_visit"] = memory(server.pid, "VmHWM")
+        asyncio.run(visit(port, args, found))
+        mib["peak_of_second_visit"] = memory(server.pid, "VmHWM")
     finally:
         server.terminate()
         server.wait()
-    report(args, about, found, ready, {"idle": before, "peak": peak, "after_all_left": after})
+    report(args, about, found, ready, mib)
 
 
 def report(args: Args, about: dict[str, Any], found: Found, ready: float, mib: dict[str, float]) -> None:
@@ -168,7 +170,7 @@ def report(args: Args, about: dict[str, Any], found: Found, ready: float, mib: d
     table.add_row("between frames", *(f"{frames[name]:.0f}" for name in ("median_ms", "p99_ms", "worst_ms")))
     table.add_row("round trip of a step", *(f"{trips[name]:.0f}" for name in ("median_ms", "p99_ms", "worst_ms")))
     Console().print(table)
-    rate = found.steps / args.seconds
+    rate = found.steps / args.seconds / 2
     print(f"{rate:.0f} steps/s of {args.visitors * args.speed:.0f} asked for; {len(found.errors)} errors")
     print("memory, MiB: " + ", ".join(f"{name} {value:.0f}" for name, value in mib.items()))
     write_json(

@@ -201,7 +201,7 @@ class Hall:
         except Exception:
             log.exception("a trial could not be started")
             player.trial = player.session.visit.trial
-            player.send({"type": "error", "message": "this trial could not be started; the server's log says why"})
+            player.send(_failure("this trial could not be started"))
         finally:
             player.loading = False
             self._news.set()
@@ -251,13 +251,18 @@ class Hall:
         if player not in self.players:
             return
         if frame is None:
-            player.send({"type": "error", "message": "this step failed; the server's log says why"})
+            player.send(_failure("this step failed"))
             player.session.finish()
             return
         player.send(frame)
         if all(panel.finished for panel in player.panels) and player.trial == player.session.visit.trial:
             player.session.finish()
             player.send({"type": "finished"})
+
+
+def _failure(what: str) -> dict[str, Any]:
+    """A fault of ours; the page must begin the trial anew."""
+    return {"type": "error", "message": f"{what}; the server's log says why", "stopped": True}
 
 
 # -- what runs in the thread that owns the stages -------------------------------------------------------------

@@ -70,6 +70,7 @@ class Server:
 
     def __init__(self, worlds: Mapping[str, World], settings: Settings) -> None:
         self.hall, self.settings = Hall(worlds), settings
+        self.background: list[asyncio.Task[None]] = []
         self._files = _read_files()
         about = {name: world.describe() for name, world in worlds.items()}
         self._hello = json.dumps({"type": "hello", "worlds": about, "speeds": SPEEDS})
@@ -148,19 +149,23 @@ class Server:
 async def serving(worlds: Mapping[str, World], settings: Settings) -> AsyncIterator[tuple[Server, int]]:
     """A running server and its port."""
     server = Server(worlds, settings)
-    background = [asyncio.create_task(work) for work in (server.hall.run(), server.dismiss_idle())]
-    try:
-        async with ws.serve(
-            server.welcome, settings.host, settings.port, process_request=server.answer, max_size=LARGEST,
-            max_queue=4, compression=None, server_header=None, open_timeout=10, ping_interval=20, ping_timeout=20,
-            write_limit=2**16, logger=_quiet(),
-        ) as listening:  # fmt: skip
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            listening = await stack.enter_async_context(
+                ws.serve(
+                    server.welcome, settings.host, settings.port, process_request=server.answer, max_size=LARGEST,
+                    max_queue=4, compression=None, server_header=None, open_timeout=10, ping_interval=20,
+                    ping_timeout=20, write_limit=2**16, logger=_quiet(),
+                )
+            )  # fmt: skip
+        except OSError as error:
+            raise UserError(f"cannot listen on {settings.host} port {settings.port}: {error.strerror}") from None
+        server.background = [asyncio.create_task(work) for work in (server.hall.run(), server.dismiss_idle())]
+        try:
             yield server, next(iter(listening.sockets)).getsockname()[1]
-    except OSError as error:
-        raise UserError(f"cannot listen on {settings.host} port {settings.port}: {error.strerror}") from None
-    finally:
-        for task in background:
-            task.cancel()
+        finally:
+            for task in server.background:
+                task.cancel()
 
 
 def run(worlds: Mapping[str, World], settings: Settings, *, open_page: bool = False) -> None:
@@ -181,7 +186,7 @@ async def _run(worlds: Mapping[str, World], settings: Settings, open_page: bool)
             import webbrowser
 
             webbrowser.open(address)
-        await asyncio.Event().wait()
+        await asyncio.gather(*server.background)  # for ever, unless one of them fails
 
 
 def _loopback(host: str) -> bool:

@@ -195,7 +195,9 @@ class RoomBoard extends PlainBoard {
       const d = action === 0
         ? `M${x - 0.2} ${y - 0.2}l0.4 0.4m0 -0.4l-0.4 0.4`
         : `M${x + right * 0.5 - down * 0.4} ${y + down * 0.5 - right * 0.4}l${down * 0.8} ${right * 0.8}`;
-      svg("path", { class: "forbidden", d, "stroke-width": action === 0 ? 0.08 : 0.16 }, this.overlay);
+      const width = action === 0 ? 0.08 : 0.14;
+      svg("path", { class: "halo", d, "stroke-width": width + 0.1 }, this.overlay);
+      svg("path", { class: "forbidden", d, "stroke-width": width }, this.overlay);
     }
   }
 

@@ -31,8 +31,8 @@ export function drawCurve(place, { values, episodes, label, budgets = null, over
     svg("text", { x: x(episode), y: HIGH - 2, "text-anchor": anchor, "font-size": 9.5 }, picture).textContent = episode + 1;
   }
   if (budgets) {
-    const line = budget === null ? budgets : [...budgets, budget];
-    const points = line.flatMap((value, i) => [`${x(i - 0.5)},${y(value)}`, `${x(i + 0.5)},${y(value)}`]);
+    const ahead = budget === null ? [] : new Array(episodes - budgets.length).fill(budget);
+    const points = [...budgets, ...ahead].flatMap((value, i) => [`${x(i - 0.5)},${y(value)}`, `${x(i + 0.5)},${y(value)}`]);
     svg("polyline", { class: "budget-line", points: points.join(" ") }, picture);
   }
   svg("polyline", { class: "curve", points: values.map((value, i) => `${x(i)},${y(value)}`).join(" ") }, picture);

@@ -45,16 +45,29 @@ function send(type, fields = {}) {
 
 function hear(message) {
   if (message.type === "hello") meet(message);
-  else if (message.type === "error") complain(message.message);
+  else if (message.type === "error") complain(message);
   else if (message.type === "loading") announce("Loading the agent. The first time, this takes some seconds.");
   else if (message.type === "started") begin(message);
   else if (message.type === "frame" && message.trial === trial) message.panels.forEach((steps, i) => views[i]?.show(steps));
   else if (message.type === "finished") finish();
 }
 
-function complain(text) {
-  $("problem").textContent = text;
+// Several wishes of one kind within a moment, as from a slider that is dragged, are one: the last.
+const waiting = new Map();
+function sendSoon(key, type, fields) {
+  if (!waiting.has(key)) setTimeout(() => {
+    const [lastType, lastFields] = waiting.get(key);
+    waiting.delete(key);
+    send(lastType, lastFields);
+  }, 60);
+  waiting.set(key, [type, fields]);
+}
+
+function complain({ message, stopped = false }) {
+  $("problem").textContent = message;
+  if (!stopped) return;
   setPlaying(false);
+  state.changed = true;
 }
 
 function announce(text) {
@@ -150,6 +163,7 @@ function drawCell(cell, paint, key) {
   const same = (other) => other[0] === cell[0] && other[1] === cell[1];
   const room = views[0].board.room;
   const tool = key ?? paint?.tool ?? document.querySelector("input[name=tool]:checked").value;
+  if (!room) return refuse("Wait until the room is there.");
   if (same(scene.start)) return refuse("The start cell stays free.");
   let { goal, obstacles } = room;
   const there = obstacles.some(same);
@@ -218,9 +232,13 @@ class View {
     budget.addEventListener("input", () => {
       wanted.budget = Number(budget.value);
       tell();
-      if (!this.steps && !state.playing) state.changed = true; // not yet begun: it holds from the first episode on
-      else send("budget", { panel: this.index, value: wanted.budget });
-      if (!this.steps) this.drawBar();
+      if (this.steps || state.playing) {
+        sendSoon(`budget ${this.index}`, "budget", { panel: this.index, value: wanted.budget });
+      } else { // not yet begun: it holds from the first episode on
+        state.changed = true;
+        this.last = null;
+        this.drawBar();
+      }
     });
     budget.addEventListener("change", () => {
       if (this.steps) announce(`Budget ${short(wanted.budget)} from the next episode on.`);
@@ -369,7 +387,10 @@ function listen() {
     state.seed = randomSeed();
     start();
   }));
-  $("clear").addEventListener("click", ready(() => changeRoom({ goal: views[0].board.room.goal, obstacles: [] })));
+  $("clear").addEventListener("click", ready(() => {
+    const { room } = views[0].board;
+    if (room) changeRoom({ goal: room.goal, obstacles: [] });
+  }));
   $("world").addEventListener("change", ready(() => {
     chooseWorld($("world").value);
     layOut();
@@ -384,7 +405,7 @@ function listen() {
   }));
   $("speed").addEventListener("input", () => {
     showSpeed();
-    send("speed", { value: SPEEDS[$("speed").value] });
+    sendSoon("speed", "speed", { value: SPEEDS[$("speed").value] });
   });
   $("copy").addEventListener("click", async () => {
     $("link").select();
