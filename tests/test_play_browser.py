@@ -10,6 +10,7 @@ from play_room import small_worlds
 pytest.importorskip("websockets")
 from chromium import PROGRAM, Browser
 
+from safeicrl.envs.dark_room import ACTIONS
 from safeicrl.show.play import server
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium here: apt-get install chromium")
