@@ -11,16 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from play_room import ROOM, small_worlds, tiny_net
+from probe import Push
 
+from safeicrl.agents.reference import RandomAgent
 from safeicrl.cli import main
 from safeicrl.envs.dark_mujoco import SafeDarkCar, SafeDarkPoint
 from safeicrl.envs.safe_velocity import SafeVelocityHalfCheetah
-from safeicrl.show.play.hall import WAITING, Player
+from safeicrl.show.play.hall import WAITING, Panel, Player
 from safeicrl.show.play.messages import MAX_CHARACTERS, Drawn, parse
 from safeicrl.show.play.scenes import Scene, scene_of
 from safeicrl.show.play.session import BURST, RATE, Session
 from safeicrl.show.play.stage import Stage
-from safeicrl.show.play.worlds import worlds
+from safeicrl.show.play.worlds import Actor, World, worlds
 from safeicrl.trial import run_trials
 
 websockets = pytest.importorskip("websockets")
@@ -240,6 +242,37 @@ def test_neighbours_change_nothing(stage):
     assert stage.seats == 0
 
 
+@pytest.mark.parametrize(
+    ("make", "seen"),
+    [
+        (Push, set()),  # a world of the user's own has no picture
+        (SafeDarkPoint, {"place", "heading"}),
+        (SafeVelocityHalfCheetah, {"body", "place", "speed"}),
+    ],
+)
+def test_every_world_is_played(make, seen):
+    if make is not Push:
+        pytest.importorskip("mujoco")
+    env = make(max_steps=2, episodes=2)
+    agents = {"random": Actor(summary="", make=lambda: RandomAgent(action=env.spec.action))}
+    world = World(title="World", env=env, scene=scene_of(env), agents=agents)
+    stage, task = world.stage("random"), world.task(3)
+    panel = Panel(stage, stage.enter(task, 1.0, 0), world, 0)
+    told = []
+    while not panel.finished:
+        told.append(panel.tell(stage.turn({panel.seat: 1.0})[panel.seat], 1.0))
+    json.dumps([world.describe(), world.scene.plain_task(task), told])
+    assert [step.get("time", 0) for step in told] == [0, 1, 2, 1, 2]
+    assert all(seen <= step.keys() for step in told)
+    ends = [step["end"] for step in told if "end" in step]
+    for end, steps in zip(ends, (told[1:3], told[3:5]), strict=True):
+        for total, name in (("return", "reward"), ("cost", "cost")):
+            assert end[total] == pytest.approx(sum(step[name] for step in steps), abs=1e-3)
+    if make is SafeVelocityHalfCheetah:  # two steps of 0.05 s at the speeds that were told
+        places = [told[0]["place"][0], told[2]["place"][0]]
+        assert places[1] - places[0] == pytest.approx(0.05 * (told[1]["speed"] + told[2]["speed"]), abs=2e-3)
+
+
 # -- time ---------------------------------------------------------------------------------------------------
 
 
@@ -368,14 +401,43 @@ async def _crowd(port: int, serving: server.Server) -> None:
         await hear(one, "started")
 
 
+async def _nuisances(port: int, serving: server.Server) -> None:
+    """Who only sends nonsense is sent away; so is who does nothing. An agent that cannot be loaded harms nobody."""
+    async with visitor(port) as socket:
+        for _ in range(server.REFUSALS):
+            await socket.send("nonsense")
+        with pytest.raises(websockets.ConnectionClosedError) as closed:
+            await hear(socket, "nothing")
+        assert closed.value.rcvd.code == 1008
+    async with visitor(port) as socket:
+        await socket.send(json.dumps({**START, "panels": [{"agent": "broken", "budget": 1}]}))
+        failed = await hear(socket, "error")
+        assert "could not be started" in failed["message"]
+        assert failed["stopped"]
+        await socket.send(json.dumps({**START, "n": 2}))
+        await hear(socket, "started")
+        server.IDLE = 0.3
+        with pytest.raises(websockets.ConnectionClosedError):
+            await hear(socket, "nothing")
+    await until(lambda: not serving.hall.players)
+
+
+def _broken():
+    raise RuntimeError("this agent is broken, as the test wants it")
+
+
 async def _serve() -> None:
-    async with server.serving(WORLDS, server.Settings(port=0, visitors=2)) as (serving, port):
+    found = small_worlds()
+    found["room"].agents["broken"] = Actor(summary="", make=_broken)
+    async with server.serving(found, server.Settings(port=0, visitors=2)) as (serving, port):
         await _play_to_the_end(port, serving)
         await _strangers(port)
         await _crowd(port, serving)
+        await _nuisances(port, serving)
 
 
-def test_visitors_play_and_strangers_are_refused():
+def test_visitors_play_and_strangers_are_refused(monkeypatch):
+    monkeypatch.setattr(server, "IDLE", 3.0)  # it is looked for in steps of IDLE / 30
     asyncio.run(_serve())
 
 

@@ -226,19 +226,20 @@ class Hall:
 
     async def run(self) -> None:
         """Advance everybody's trials for ever."""
-        try:
-            while True:
-                now = time.monotonic()
-                due = {player: steps for player in self.players if (steps := player.due(now))}
-                if due:
-                    frames = await self._in_turn(_advance, due)
-                    for player, frame in frames.items():
-                        self._deliver(player, frame)
-                else:
-                    await self._rest()
-        finally:
-            self._turns.shutdown(wait=False, cancel_futures=True)
-            self._loads.shutdown(wait=False, cancel_futures=True)
+        while True:
+            now = time.monotonic()
+            due = {player: steps for player in self.players if (steps := player.due(now))}
+            if due:
+                frames = await self._in_turn(_advance, due)
+                for player, frame in frames.items():
+                    self._deliver(player, frame)
+            else:
+                await self._rest()
+
+    def close(self) -> None:
+        """End the threads."""
+        for threads in (self._turns, self._loads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def _rest(self) -> None:
         """Until somebody may be due: at once after a message, soon while somebody plays."""

@@ -150,6 +150,7 @@ async def serving(worlds: Mapping[str, World], settings: Settings) -> AsyncItera
     """A running server and its port."""
     server = Server(worlds, settings)
     async with contextlib.AsyncExitStack() as stack:
+        stack.callback(server.hall.close)  # last: visitors who are sent away now still free their seats
         try:
             listening = await stack.enter_async_context(
                 ws.serve(
