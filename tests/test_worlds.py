@@ -309,13 +309,18 @@ def test_a_start_of_another_size_is_refused(net, words, runs, tmp_path):
         train(whole.build(), dataclasses.replace(settings, start="safe-dark-point"), out=tmp_path / "new")
 
 
-def test_an_approximation_is_said_to_be_one_and_not_compared_with_the_real_one(monkeypatch):
-    """By what an evaluation says of its world; nothing is played."""
-    small = {"max_steps": 2, "episodes": 1}
-    nothing = np.zeros((2, 1), np.float32)
+def play_nothing(monkeypatch: pytest.MonkeyPatch, tasks: int, episodes: int) -> None:
+    """Let evaluations find trials in which nothing happened."""
+    nothing = np.zeros((tasks, episodes), np.float32)
     sums = Episodes(returns=nothing, costs=nothing, lengths=nothing, budgets=nothing, played=nothing > 0)
     monkeypatch.setattr(evaluation, "_sample", lambda *_: nothing)
     monkeypatch.setattr(evaluation, "_play", lambda *_, **__: sums)
+
+
+def test_an_approximation_is_said_to_be_one_and_not_compared_with_the_real_one(monkeypatch):
+    """By what an evaluation says of its world; nothing is played."""
+    small = {"max_steps": 2, "episodes": 1}
+    play_nothing(monkeypatch, tasks=2, episodes=1)
     args = ("engine=planar", "max_steps=2", "episodes=1")
     found = []
     for robot, env, remedy in (
@@ -352,7 +357,7 @@ def test_the_shipped_point_learns_arenas_in_context_and_searches_by_its_budget()
     @functools.partial(eqx.filter_jit, compiler_options=OPTIMISED)
     def play(agent: Any, low: jax.Array, key: jax.Array) -> Any:
         tasks, extra = sample_queue(policy.env, "test", (0.0, 4.0), (24, 1), key)
-        trials = run_trials(policy.env, agent, tasks, low + extra, key, episodes=6, steps=450, segments=2)
+        trials = run_trials(policy.env, agent, tasks, low + extra, key, episodes=6, steps=450)
         return episode_sums(trials, 6)
 
     small, large = (play(policy.agent, jnp.float32(low), jax.random.key(1)) for low in (10, 45))
@@ -370,11 +375,18 @@ def test_a_policy_is_shown_in_its_own_world_only(runs):
         demo.contenders(world="pint")
 
 
-def test_the_demo_of_a_world_with_other_parameters_shows_the_random_agent(tmp_path):
-    env = make_env("safe-dark-point", max_steps=3, episodes=2)
+def test_the_demo_of_a_world_with_other_parameters_shows_the_random_agent(tmp_path, monkeypatch):
+    """In that world, with a film at the middle of the budgets; the preset's test above shoots a real one."""
+    env, shot = make_env("safe-dark-point", max_steps=3, episodes=2), []
+    play_nothing(monkeypatch, tasks=3, episodes=2)
+    monkeypatch.setattr(demo, "shoot_robot", lambda star, budget, **_: shot.append((star.label, star.env, budget)))
+    monkeypatch.setattr(demo, "save_film", lambda _, path: path)
     files = demo.run(tmp_path, world="safe-dark-point", tasks=3, env=env)
-    assert {"one-task.gif", "episodes.png", "random.npz"} <= {file.name for file in files}
-    assert all(file.stat().st_size > 100 for file in files)
+    assert shot == [("random", env, 30.0)]
+    drawn = {"episodes.png", "budgets.png", "over-budget.png"}
+    assert {file.name for file in files} == {"one-task.gif", "random.npz", "random.json", *drawn}
+    assert all((tmp_path / name).stat().st_size > 1000 for name in drawn)
+    assert load_results(tmp_path / "random").returns.shape == (3, 2)
 
 
 def test_positions_are_drawn_where_they_are():
