@@ -44,9 +44,7 @@ def config(optimiser: str, **changes: Any) -> ScaredConfig:
         penalty=PENALTY,
         optimiser=optimiser,  # type: ignore[arg-type]
         ppo=PPOConfig(minibatch=32, learning_rate=(5e-3, 5e-4), entropy=(0.02, 0.0), discount=0.99),
-        ddpg=DDPGConfig(
-            learning_rate=2e-3, updates=16, batch=16, capacity=512, target_rate=0.02, trust=0.3, entropy=0.001
-        ),
+        ddpg=DDPGConfig(learning_rate=2e-3, updates=16, capacity=512, target_rate=0.02, trust=0.3, entropy=0.001),
     )
     return dataclasses.replace(quick, **changes)
 
@@ -62,8 +60,9 @@ class Fit:
 
 
 @functools.cache
-def fit(env: Any, optimiser: str) -> Fit:
-    algorithm = Scared(env, config(optimiser))
+def fit(env: Any, optimiser: str, batch: int = 16) -> Fit:
+    settings = config(optimiser)
+    algorithm = Scared(env, dataclasses.replace(settings, ddpg=dataclasses.replace(settings.ddpg, batch=batch)))
     state = eqx.filter_jit(algorithm.init)(jax.random.key(0))
     update = eqx.filter_jit(algorithm.update, compiler_options=OPTIMISED)
     history = []
@@ -94,7 +93,7 @@ def test_the_good_arm_is_found_in_context_and_pulled_exactly_as_often_as_the_bud
 def test_real_valued_actions_and_costs(optimiser):
     """The side of the target is read off the first throw; on the right side the budget is what limits the throw."""
     env = Throw()
-    run = fit(env, optimiser)
+    run = fit(env, optimiser, batch=32)
     agent, _ = with_options(env, run.algorithm.agent(run.state), greedy=True)
     found = evaluate(env, agent, tasks=500, segments=1)
     excess = np.maximum(found.costs - found.budgets[:, None], 0)
@@ -325,8 +324,8 @@ def test_gradients_are_clipped_by_their_common_norm():
     """(3, 4) has norm 5. Clipped to 5e-5, Adam's first step with ε = 1e-5 is g / (|g| + ε) = 3/4 and 4/5."""
     settings = PPOConfig(learning_rate=(0.1, 0.1), warmup=0, max_grad=5e-5, minibatch=8)
     optimiser = PPO(ROOM, TINY, PenaltyConfig(), settings, iterations=1, rows=ROWS).optimiser
-    grads = {"a": jnp.array([[3.0]]), "b": jnp.array([4.0, 0.0])}
-    updates, _ = optimiser.update(grads, optimiser.init(grads))
+    grads = {"a": np.float32([[3.0]]), "b": np.float32([4.0, 0.0])}
+    updates, _ = jax.jit(lambda g: optimiser.update(g, optimiser.init(g)))(grads)
     np.testing.assert_allclose(updates["a"], [[-0.1 * 3 / 4]], rtol=1e-4)
     np.testing.assert_allclose(updates["b"], [-0.1 * 4 / 5, 0], rtol=1e-4)
 
