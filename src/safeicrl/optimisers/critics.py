@@ -41,27 +41,31 @@ def lbfgs(loss: Callable[[PyTree], jax.Array], start: PyTree, *, steps: int, rat
     look = jax.value_and_grad(lambda x: loss(unflatten(x)))
 
     def body(carry: tuple, number: jax.Array) -> tuple[tuple, None]:
-        x, value, gradient, pairs = carry
-        row = number % memory
+        x, value, gradient, pairs, known = carry
         first = jnp.minimum(1.0, 1.0 / jnp.maximum(jnp.abs(gradient).sum(), 1e-30)) * gradient
-        newton = inverse_hessian(pairs, (number + jnp.arange(memory)) % memory, gradient)
-        new = x - rate * jnp.where((pairs[0, row - 1] == 0).all(), first, newton)
+        newton = inverse_hessian(pairs, (number + jnp.arange(memory)) % memory, known, gradient)
+        new = x - rate * jnp.where(known > 0, newton, first)
         now, slope = look(new)
-        learned = pairs.at[0, row].set(new - x).at[1, row].set(slope - gradient)
-        better = now <= value  # false for nan
+        row = number % memory
+        pairs = pairs.at[0, row].set(new - x).at[1, row].set(slope - gradient)
+        better = now <= value + 1e-6 * jnp.abs(value)  # but for rounding; false for nan
+        known = jnp.where(better, jnp.minimum(known + 1, memory), 0)
         pick = lambda a, b: jnp.where(better, a, b)  # noqa: E731
-        return (pick(new, x), pick(now, value), pick(slope, gradient), pick(learned, jnp.zeros_like(pairs))), None
+        return (pick(new, x), pick(now, value), pick(slope, gradient), pairs, known), None
 
+    # The first round only looks at the start: its gradient of 0 leads nowhere. One copy of `look` compiles faster.
     empty = jnp.zeros((2, memory, begin.size))
-    (found, *_), _ = jax.lax.scan(body, (begin, *look(begin), empty), jnp.arange(steps))
+    unseen = (begin, jnp.float32(jnp.finfo(jnp.float32).max), jnp.zeros_like(begin), empty, jnp.int32(-1))
+    (found, *_), _ = jax.lax.scan(body, unseen, jnp.arange(steps + 1))
     return unflatten(found)
 
 
-def inverse_hessian(pairs: jax.Array, order: jax.Array, vector: jax.Array) -> jax.Array:
+def inverse_hessian(pairs: jax.Array, order: jax.Array, known: jax.Array, vector: jax.Array) -> jax.Array:
     """H v, where H is the L-BFGS approximation of the inverse Hessian by `pairs`, in its compact form.
 
-    `pairs` [2, pair, parameter] are steps S and the changes Y of the gradient along them, or zeros. `order` [pair]
-    lists them from the oldest to the newest. With R the upper triangle of S·Y and D its diagonal,
+    `pairs` [2, pair, parameter] are steps S and the changes Y of the gradient along them. `order` [pair] lists them
+    from the oldest to the newest; only the newest `known` count. With R the upper triangle of S·Y and D its
+    diagonal,
 
         H v = γ v + S R⁻ᵀ ((D + γ Y·Y) p − γ Y·v) − γ Y p,   p = R⁻¹ S·v     (Byrd, Nocedal and Schnabel 1994)
 
@@ -71,7 +75,7 @@ def inverse_hessian(pairs: jax.Array, order: jax.Array, vector: jax.Array) -> ja
     mixed, square = ((x @ changes.T)[order][:, order] for x in (steps, changes))
     along_steps, along_changes = (pairs @ vector)[:, order]
     curvature = jnp.diag(mixed)
-    usable = curvature > 1e-10
+    usable = (curvature > 1e-10) & (jnp.arange(len(order)) >= len(order) - known)
     both = usable[:, None] & usable
     triangle = jnp.where(both, jnp.triu(mixed), 0.0) + jnp.diag(jnp.where(usable, 0.0, 1.0))
     square = jnp.where(both, square, 0.0)
