@@ -9,6 +9,8 @@ from safeicrl.version import VERSION as __version__
 # The public names and where they live. Imported when first used: plots and reports run without JAX.
 _PUBLIC = {
     "UserError": "errors",
+    "from_gymnasium": "envs.from_gymnasium",
+    "load_metrics": "evaluation.frames",
     "load_policy": "policies.policy",
     "load_results": "evaluation.archive",
     "make_env": "envs.registry",
@@ -21,6 +23,8 @@ _PUBLIC = {
 __all__ = [
     "UserError",
     "__version__",
+    "from_gymnasium",
+    "load_metrics",
     "load_policy",
     "load_results",
     "make_env",
@@ -30,9 +34,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from safeicrl.envs.from_gymnasium import from_gymnasium
     from safeicrl.envs.registry import make_env
     from safeicrl.errors import UserError
     from safeicrl.evaluation.archive import load_results, save_results
+    from safeicrl.evaluation.frames import load_metrics
     from safeicrl.evaluation.statistics import summarise
     from safeicrl.policies.policy import load_policy
     from safeicrl.trial import run_trials
