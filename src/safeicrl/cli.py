@@ -243,6 +243,9 @@ class Evaluate:
     risk: float | None = None  # chance of breaking the budget that the policy's guard tolerates; see its card
     guard: bool = True  # whether the policy's guard is on, if it has one
     wipe: bool = False  # forget at every episode: shows what in-context learning is worth
+    fresh_episodes: int | None = None  # for an agent that adapts: played for each update; 0: those that count
+    updates: int | None = None  # for an agent that adapts: the most updates in a trial
+    split: Literal["test", "train"] = "test"  # which distribution the tasks are drawn from
     seed: int = 0  # of tasks and actions; agents evaluated with the same seed meet the same tasks
     rows: int | None = None  # trials at a time; 256 by default, 32 on a CPU
     label: str | None = None  # name in tables and figures; results with the same label are seeds of one agent
@@ -261,17 +264,30 @@ def evaluate(args: list[str]) -> None:
             raise UserError(f"--out must name the file to write, without extension, got {str(asked.out)!r}")
         make_folder(asked.out.parent)
     for name, who in contenders.items():
-        result = who.evaluate(
-            tasks=asked.tasks, budgets=asked.budgets, budget_count=asked.budget_count,
+        result = who.adapting(fresh_episodes=asked.fresh_episodes, updates=asked.updates).evaluate(
+            split=asked.split, tasks=asked.tasks, budgets=asked.budgets, budget_count=asked.budget_count,
             budgets_per_task=asked.budgets_per_task, episodes=asked.episodes, seed=asked.seed, rows=asked.rows,
             label=asked.label or who.label,
         )  # fmt: skip
         results[name], meta = result, result.meta
         print(f"{name}: actions {meta['actions']}, context {meta['context']}, {meta['seconds']:.1f} s")
+        if "adaptation" in meta:
+            print(_spending(meta["adaptation"]))
         if asked.out is not None:  # after each seed, so that an interrupt costs one seed only
             out = asked.out if len(contenders) == 1 else _suffixed(asked.out, name.replace(" ", ""))
             print("wrote " + " and ".join(str(path) for path in save_results(result, out)))
     Console().print(summary_table([result]) if len(contenders) == 1 else seeds_table(results))
+
+
+def _spending(took: dict[str, Any]) -> str:
+    """What the updates of a trial took, in words."""
+    text = f"  {took['updates']:g} updates per trial"
+    if not took["fresh_episodes"]:
+        return f"{text}, from the episodes that count"
+    return (
+        f"{text}, {took['fresh_episodes_per_update']} fresh episodes for each: {took['fresh_episodes']:,.0f} "
+        f"episodes, {took['fresh_steps']:,.0f} steps, {took['fresh_episodes_over_budget']:.1%} of these over budget"
+    )
 
 
 def _suffixed(out: Path, name: str) -> Path:

@@ -33,6 +33,16 @@ ALGOS: dict[str, Entry] = {
         config="safeicrl.optimisers.lagrangian:PPOLagConfig",
         summary="An ordinary safe learner for one task under one cost limit.",
     ),
+    "maml-penalty": Entry(
+        algorithm="safeicrl.algos.maml_penalty:MamlPenalty",
+        config="safeicrl.algos.maml_penalty:MamlPenaltyConfig",
+        summary="Adapts by gradient steps on reward minus weighted cost, whatever the budget.",
+    ),
+    "safe-meta": Entry(
+        algorithm="safeicrl.algos.safe_meta:SafeMeta",
+        config="safeicrl.algos.safe_meta:SafeMetaConfig",
+        summary="Adapts by solving a constrained problem for each task and budget.",
+    ),
 }
 
 

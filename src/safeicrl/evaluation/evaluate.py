@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from safeicrl.agents.api import Agent
+from safeicrl.agents.api import Agent, adapts
 from safeicrl.envs.api import Env, Key, PyTree, Split, check_split
 from safeicrl.envs.registry import env_to_plain
 from safeicrl.errors import UserError, check_budget, check_integer, check_seed
 from safeicrl.evaluation.results import Results
+from safeicrl.optimisers.meta import Spent
 from safeicrl.provenance import surroundings
 from safeicrl.trial import Episodes, episode_sums, run_trials
 
@@ -75,7 +76,7 @@ def evaluate(
             env, agent, queue, jnp.asarray(budget[index][:, None]), key, episodes=episodes, segments=segments
         )
         parts.append(jax.tree.map(np.asarray, played))
-    whole = jax.tree.map(lambda *x: np.concatenate(x)[:trials], *parts)
+    whole, spent = jax.tree.map(lambda *x: np.concatenate(x)[:trials], *parts)
     provenance = {
         "label": label,
         "env": env_to_plain(env),
@@ -84,6 +85,7 @@ def evaluate(
         "seed": seed,
         "budget_range": [low, high],
         "budgets_per_task": budgets_per_task,
+        **({} if spent is None else {"adaptation": spending(spent)}),
         **(meta or {}),
         **surroundings(),
         "seconds": time.perf_counter() - begin,
@@ -115,8 +117,28 @@ def _sample(env: Env, split: Split, keys: Key) -> PyTree:
 @eqx.filter_jit
 def _play(
     env: Env, agent: Agent, tasks: PyTree, budgets: jax.Array, key: Key, *, episodes: int, segments: int
-) -> Episodes:
-    """Sums per episode; inside one jit, so that the steps themselves are never kept."""
+) -> tuple[Episodes, Spent | None]:
+    """Sums per episode; inside one jit, so that the steps themselves are never kept.
+
+    For an agent that updates its parameters: also what it played besides the episodes of the trial.
+    """
+    if adapts(agent):
+        single = jax.tree.map(lambda x: x[:, 0], tasks)
+        return agent.play_trials(env, single, budgets[:, 0], key, episodes=episodes)  # type: ignore[attr-defined]
     steps = episodes * env.spec.max_steps
     trials = run_trials(env, agent, tasks, budgets, key, episodes=episodes, steps=steps, segments=segments)
-    return episode_sums(trials, episodes)
+    return episode_sums(trials, episodes), None
+
+
+def spending(spent: Spent) -> dict[str, Any]:
+    """What the updates of a trial took besides the episodes that count, as means over trials, for the results."""
+    episodes = float(spent.episodes.sum())
+    each = lambda total: float(total.sum() / episodes) if episodes else None  # noqa: E731
+    return {
+        "updates": spent.updates.sum(1).mean(),
+        "fresh_episodes_per_update": int(spent.episodes.max()),
+        "fresh_episodes": spent.episodes.sum(1).mean(),
+        "fresh_steps": spent.steps.sum(1).mean(),
+        "cost_per_fresh_episode": each(spent.cost),
+        "fresh_episodes_over_budget": each(spent.over),
+    }

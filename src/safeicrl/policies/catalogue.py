@@ -13,6 +13,8 @@ from safeicrl.agents.api import Agent
 from safeicrl.agents.decision import DecisionAgent
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.agents.mlp import MlpAgent
+from safeicrl.algos.maml_penalty import MamlAdapter, MamlPenaltyConfig
+from safeicrl.algos.safe_meta import SafeAdapter, SafeMetaConfig
 from safeicrl.config import from_plain
 from safeicrl.envs.api import Env, EnvSpec
 from safeicrl.envs.registry import env_from_plain
@@ -22,6 +24,7 @@ from safeicrl.files import RECIPE
 from safeicrl.nets.decision_transformer import DecisionConfig, DecisionNet, unit_scales
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
+from safeicrl.optimisers.meta import MetaAgent
 from safeicrl.policies import checkpoint
 from safeicrl.policies.cards import read_card
 
@@ -107,8 +110,20 @@ def _mlp(card: dict[str, Any], env: Env) -> Agent:
     return MlpAgent.build(env.spec, tuple(card["hidden"]))
 
 
+def _maml_penalty(card: dict[str, Any], env: Env) -> Agent:
+    config = from_plain(MamlPenaltyConfig, card["settings"], "settings")
+    return MetaAgent.build(MamlAdapter(env.spec, config), jax.random.key(0))
+
+
+def _safe_meta(card: dict[str, Any], env: Env) -> Agent:
+    config = from_plain(SafeMetaConfig, card["settings"], "settings")
+    return MetaAgent.build(SafeAdapter(env.spec, config), jax.random.key(0))
+
+
 # A card's "kind" → a function that builds such an agent; its arrays are then read from the file.
-KINDS: dict[str, Callable[[dict[str, Any], Env], Agent]] = {"net": _net, "decision": _decision, "mlp": _mlp}
+KINDS: dict[str, Callable[[dict[str, Any], Env], Agent]] = {
+    "net": _net, "decision": _decision, "mlp": _mlp, "maml-penalty": _maml_penalty, "safe-meta": _safe_meta,
+}  # fmt: skip
 
 
 def changed_env(card: dict[str, Any], changes: dict[str, Any]) -> Env:

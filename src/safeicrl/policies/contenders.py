@@ -2,16 +2,16 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from safeicrl.agents.api import Agent, WipedAgent, with_options
+from safeicrl.agents.api import Agent, WipedAgent, adapts, with_options
 from safeicrl.agents.reference import ExplorerAgent, PlannerAgent, RandomAgent
 from safeicrl.envs.api import Env
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.envs.wrappers import Wrapped
-from safeicrl.errors import Approximation, UserError, check_budget, unknown_name
+from safeicrl.errors import Approximation, UserError, check_budget, check_integer, unknown_name
 from safeicrl.evaluation.evaluate import evaluate
 from safeicrl.evaluation.results import Results
 from safeicrl.files import RECIPE
@@ -45,6 +45,15 @@ class Contender:
             self.policy.warn_beyond(budgets=asked, episodes=count, steps=spec.max_steps)
         settings = {"label": self.label, **settings}
         return evaluate(self.env, self.agent, budgets=budgets, episodes=episodes, meta=self.meta, **settings)
+
+    def adapting(self, *, fresh_episodes: int | None = None, updates: int | None = None) -> "Contender":
+        """The same one with another number of fresh episodes per update, or with at most this many updates."""
+        given = {"fresh_episodes": fresh_episodes, "updates": updates}
+        changes = {name: check_integer(name, value, 0) for name, value in given.items() if value is not None}
+        if changes and not adapts(self.agent):
+            what = ", ".join(f"{name} {value}" for name, value in changes.items())
+            raise UserError(f"{self.label} does not update its parameters: leave out {what}")
+        return replace(self, agent=replace(self.agent, **changes)) if changes else self  # type: ignore[type-var]
 
 
 def _in_room(make: Callable[..., Agent], env: Env) -> Agent:
