@@ -19,7 +19,7 @@ from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers.ppo import PPOConfig
 from safeicrl.train import EvalConfig, TrainConfig, train
 
-SIZE, HOLES = 4, 4
+SIZE, HOLES = 4, 3
 
 
 class Holes(gymnasium.Wrapper):
@@ -56,16 +56,16 @@ def layout(task: dict) -> list[float]:
 
 env = from_gymnasium(
     Holes, tasks=draw(4000, seed=0), test_tasks=draw(300, seed=1), name="frozen-lakes", features=layout,
-    budget=(0.0, 3.0), episodes=10, max_steps=10, cost_unit=1.0, max_cost=1.0,
+    budget=(1.0, 4.0), episodes=8, max_steps=8, cost_unit=1.0, max_cost=1.0,
 )  # fmt: skip
 
 
-def learner(iterations: int, rows: int = 128) -> Scared:
-    net = NetConfig(width=32, layers=2, heads=2, context=100, dtype="float32")
-    ppo = PPOConfig(minibatch=min(rows, 32), discount=0.99, entropy=(0.02, 0.002))
-    return Scared(env, ScaredConfig(iterations=iterations, rows=rows, segments=2, net=net, ppo=ppo))
+def learner(iterations: int) -> Scared:
+    net = NetConfig(width=32, layers=2, heads=2, context=64, dtype="float32")
+    ppo = PPOConfig(learning_rate=(3e-3, 3e-4), minibatch=16, discount=0.98, entropy=(0.02, 0.002))
+    return Scared(env, ScaredConfig(iterations=iterations, rows=64, segments=1, net=net, ppo=ppo))
 
 
 if __name__ == "__main__":
-    evaluation = EvalConfig(every=50, tasks=200)
+    evaluation = EvalConfig(every=100, tasks=200, segments=1)
     train(learner(300), TrainConfig(minutes=9.0, evaluation=evaluation), out=sys.argv[1])

@@ -5,6 +5,7 @@ import functools
 import runpy
 from pathlib import Path
 
+import equinox as eqx
 import gymnasium
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from networks import random_weights
 
 from safeicrl import from_gymnasium, load_policy
+from safeicrl.agents.in_context import InContextAgent
 from safeicrl.agents.reference import RandomAgent
 from safeicrl.algos.scared import Scared, ScaredConfig
 from safeicrl.envs import from_gymnasium as module
@@ -21,10 +24,11 @@ from safeicrl.envs.from_gymnasium import GymTask
 from safeicrl.envs.registry import WORLDS, env_from_plain, env_to_plain
 from safeicrl.envs.spaces import Box, Discrete, Grid
 from safeicrl.errors import UserError
+from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers.ppo import PPOConfig
-from safeicrl.train import EvalConfig, TrainConfig, train
-from safeicrl.trial import run_trials
+from safeicrl.policies.cards import save_policy
+from safeicrl.trial import episode_sums, run_trials
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "frozen_lake.py"
 ROWS, QUEUE, EPISODES, STEPS = 3, 2, 3, 24
@@ -87,14 +91,22 @@ def play(env, numbers, key=0):
     return jax.tree.map(np.asarray, trials)
 
 
-NUMBERS = [[0, 1], [2, 0], [1, 1]]
 KINDS = [{"kind": 5.0}, {"kind": 6.0}, {"kind": 7.0}]
+TASKS = [*KINDS, 3, GymTask(seed=4, options={"wind": 2}), GymTask(kwargs={"kind": 9.0})]
+NUMBERS = [[0, 1], [2, 0], [1, 1]]
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """One environment for most tests: a program with callbacks is compiled anew for each."""
+    env = clocks(TASKS, name="shared clocks")
+    return env, play(env, NUMBERS)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=[mode.value for mode in MODES])
-def test_trials_are_as_in_gymnasiums_vector_environments(mode):
+def test_trials_are_as_in_gymnasiums_vector_environments(mode, shared):
     """The same actions in the real ones, one task each: the rows of the trials' first tasks."""
-    trials = play(clocks(KINDS), NUMBERS)
+    _, trials = shared
     kinds = [KINDS[first]["kind"] for first, _ in NUMBERS]
     envs = SyncVectorEnv([functools.partial(make, kind) for kind in kinds], autoreset_mode=mode)
     observation, _ = envs.reset()
@@ -129,8 +141,8 @@ def test_trials_are_as_in_gymnasiums_vector_environments(mode):
     assert trials.truncated.any()
 
 
-def test_a_trial_has_one_task_and_the_next_trial_another():
-    trials = play(clocks(KINDS), NUMBERS)
+def test_a_trial_has_one_task_and_the_next_trial_another(shared):
+    _, trials = shared
     for row, queue in enumerate(NUMBERS):
         for trial, task in enumerate(queue):
             here = trials.valid[row] & (trials.trial[row] == trial)
@@ -138,34 +150,38 @@ def test_a_trial_has_one_task_and_the_next_trial_another():
             assert set(seen[:, 0]) == {KINDS[task]["kind"]}
             if trials.trial_done[row, here].any():
                 assert trials.token.start[row, here].sum() == EPISODES
-    made, used = len(Clock.made), sum(len(set(queue)) for queue in NUMBERS)
-    assert made <= 1 + used  # one to look at; a row makes a new one only for another kind
 
 
-def test_seeds_options_and_functions_are_tasks_too():
-    play(clocks([3, GymTask(seed=4, options={"wind": 2}), GymTask(kwargs={"kind": 9.0})]), NUMBERS)
+def test_seeds_options_and_kwargs_are_tasks(shared):
+    env, _ = shared
+    play(env, [[3, 4], [5, 3], [4, 4]])
     seen = {(kind, seed if kind == 0 else None, str(options)) for kind, seed, options in Clock.resets}
     assert seen == {(0.0, 3, "None"), (0.0, 4, "{'wind': 2}"), (9.0, None, "None")}
-    fresh = [seed for kind, seed, _ in Clock.resets if kind == 9]
-    assert len(set(fresh)) == len(fresh) > 2  # without a seed of its own, every episode has a new one
-    drawn = from_gymnasium(
-        make, lambda rng: {"kind": float(rng.integers(100))}, name="drawn", budget=(0, 1), episodes=2, max_steps=5
-    )
-    trials = play(drawn, [[11, 12], [13, 14], [11, 15]])
-    kinds = trials.token.observation[:, 0, 0]
-    assert kinds[0] == kinds[2] != kinds[1]
+    drawn = [seed for kind, seed, _ in Clock.resets if kind == 9]
+    assert drawn[0] is not None  # without a seed of its own, a trial has one from the run's, at its first reset
+    assert set(drawn[1:]) == {None}
+    assert len(Clock.made) == ROWS + 1  # one for each row; another only where it is made in another way: 9, then 0
 
 
-def test_the_same_key_plays_the_same_trial_again():
-    env = clocks([GymTask(), {"kind": 1.0}, {"kind": 2.0}])
-    one, again, other = (play(env, NUMBERS, key) for key in (1, 1, 2))
+def test_a_function_draws_the_same_task_from_the_same_number():
+    env = clocks(lambda rng: {"kind": float(rng.integers(10**6))})
+    task = env._host._task
+    assert task(11, 0) == task(11, 0) != task(12, 0)
+    assert task(11, 1) != task(11, 0)  # the split `test` has other tasks
+    numbers = {int(env.sample_task(jax.random.key(seed), "train").number) for seed in range(5)}
+    assert len(numbers) == 5
+
+
+def test_the_same_key_plays_the_same_trial_again(shared):
+    env, _ = shared
+    one, again, other = (play(env, [[5, 0], [1, 5], [2, 3]], key) for key in (1, 1, 2))
     np.testing.assert_array_equal(one.action, again.action)
     np.testing.assert_array_equal(one.token.observation, again.token.observation)
     assert (one.action != other.action).any()
 
 
-def test_an_environment_cannot_go_back():
-    env = clocks(KINDS)
+def test_an_environment_cannot_go_back(shared):
+    env, _ = shared
     state, _ = env.reset(jax.random.key(0), env.sample_task(jax.random.key(1), "train"))
     after, step = env.step(jax.random.key(0), state, jnp.int32(0), None)
     assert step.observation.tolist()[1:] == [1.0, 1.0]
@@ -234,20 +250,25 @@ def test_what_is_no_gymnasium_environment_is_refused():
         jax.block_until_ready(env.step(jax.random.key(0), state, jnp.int32(0), None))
 
 
-def test_it_is_trained_in_evaluated_and_loaded_like_any_other(tmp_path):
+def test_a_learner_plays_in_it_and_its_policy_is_loaded_like_any_other(tmp_path):
     env = clocks(KINDS, test_tasks=KINDS[:1], features=lambda task: [task["kind"]])
     assert env_from_plain(**env_to_plain(env)) == env
+    assert clocks(KINDS) != env  # made anew under the same name
     assert env.task_features(env.sample_task(jax.random.key(0), "test")).tolist() == [5.0]
     net = NetConfig(width=8, layers=1, heads=2, context=15)
-    config = ScaredConfig(iterations=1, rows=4, queue=2, segments=1, net=net, ppo=PPOConfig(minibatch=4, epochs=1))
-    evaluation = EvalConfig(tasks=4, segments=1)
-    trained = train(Scared(env, config), TrainConfig(evaluation=evaluation), out=tmp_path / "run")
-    assert trained.status.env_steps > 4
-    (results,) = trained.results
-    lengths = results.lengths
-    np.testing.assert_allclose(results.costs, lengths * (lengths + 1) / 4)  # ½ + 1 + 1½ + …
-    policy = load_policy(tmp_path / "run")
-    assert policy.env == env
+    algorithm = Scared(
+        env, ScaredConfig(iterations=1, rows=4, queue=2, segments=1, net=net, ppo=PPOConfig(minibatch=4))
+    )
+    agent = InContextAgent(net=random_weights(PolicyNet, net, env.spec))
+    tasks, budgets = algorithm.draw(jax.random.key(0))
+    trials = eqx.filter_jit(algorithm.play)(agent, tasks, budgets, jax.random.key(1))
+    sums = jax.tree.map(np.asarray, episode_sums(trials, EPISODES, 2))
+    lengths = sums.lengths[sums.played]
+    assert len(lengths) > 4
+    np.testing.assert_allclose(sums.costs[sums.played], lengths * (lengths + 1) / 4)  # ½ + 1 + 1½ + …
+    card = {**algorithm.card(), "env": env_to_plain(env)}
+    save_policy(tmp_path / "policy.safetensors", agent, card)
+    policy = load_policy(tmp_path / "policy")
     policy.start(budget=1)
     assert policy.act(np.zeros(3)) in range(3)
 
@@ -265,7 +286,7 @@ def test_the_example_is_frozen_lake_with_holes_as_costs():
     tasks = [example["lake"](np.random.default_rng(seed)) for seed in range(20)]
     for task in tasks:
         cells = "".join(task["lake"])
-        assert (cells.count("S"), cells.count("G"), cells.count("H")) == (1, 1, 4)
+        assert (cells.count("S"), cells.count("G"), cells.count("H")) == (1, 1, 3)
         assert sum(divmod(cells.index("G"), 4)) >= 3
-    assert example["layout"](tasks[0]).count(1.0) == 5
+    assert example["layout"](tasks[0]).count(1.0) == 4
     assert dataclasses.is_dataclass(example["env"])

@@ -10,6 +10,7 @@ from safeicrl.version import VERSION as __version__
 _PUBLIC = {
     "UserError": "errors",
     "from_gymnasium": "envs.from_gymnasium",
+    "from_gymnax": "envs.from_gymnax",
     "load_metrics": "evaluation.frames",
     "load_policy": "policies.policy",
     "load_results": "evaluation.archive",
@@ -24,6 +25,7 @@ __all__ = [
     "UserError",
     "__version__",
     "from_gymnasium",
+    "from_gymnax",
     "load_metrics",
     "load_policy",
     "load_results",
@@ -35,6 +37,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from safeicrl.envs.from_gymnasium import from_gymnasium
+    from safeicrl.envs.from_gymnax import from_gymnax
     from safeicrl.envs.registry import make_env
     from safeicrl.errors import UserError
     from safeicrl.evaluation.archive import load_results, save_results

@@ -38,7 +38,7 @@ class GymTask:
 
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for make_env
     options: Mapping[str, Any] | None = None  # for every reset
-    seed: int | None = None  # for every reset; None: a new one, drawn from the run's own seed
+    seed: int | None = None  # for every reset; None: one for each trial, drawn from the run's own seed
 
 
 Tasks = Sequence[Any] | Callable[[np.random.Generator], Any]  # each a GymTask, its kwargs, or its seed
@@ -258,9 +258,10 @@ class _Flotilla:
             for row, member in enumerate(self._members(flat) if done.any() else ()):
                 if done.reshape(-1)[row]:
                     task, test, seed = orders[row].tolist()
-                    if member.number != (task, test):
+                    another = member.number != (task, test)
+                    if another:
                         self._change(member, (task, test))
-                    seen[row] = self._reset(member, seed)
+                    seen[row] = self._reset(member, seed if another else None)
         after = flat + ONE_CALL if done.any() else flat
         return self._shaped(tickets.shape[:-1], after, seen)
 
@@ -287,7 +288,8 @@ class _Flotilla:
             member.env = self._make(task)
         member.task, member.number = task, number
 
-    def _reset(self, member: _Member, seed: int) -> np.ndarray:
+    def _reset(self, member: _Member, seed: int | None) -> np.ndarray:
+        """The first observation of an episode. A trial's first one is seeded, which is slow."""
         task = member.task
         options = None if task.options is None else dict(task.options)
         observation, _ = member.env.reset(seed=seed if task.seed is None else task.seed, options=options)

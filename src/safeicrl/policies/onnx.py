@@ -190,10 +190,10 @@ class _Step:
             self.op("Reshape", part, shape(*tail))
             for part, tail in zip(parts, ((1, size), (size, 1), (1, size)), strict=True)
         )
-        keys = self.op("Where", written, k, keys)
+        keys = self.op("Where", written, k, keys, out=f"new_keys_{layer}")
         self.output(f"new_keys_{layer}", keys, np.float32, ["row", heads, size, slots])
         down = self.op("Reshape", written, self.const(np.array([slots, 1])))
-        values = self.op("Where", down, v, values)
+        values = self.op("Where", down, v, values, out=f"new_values_{layer}")
         self.output(f"new_values_{layer}", values, np.float32, ["row", heads, slots, size])
         scores = self.op("Mul", self.op("MatMul", q, keys), self.const(np.float32(size**-0.5)))
         scores = self.op("Where", seen, scores, self.const(np.float32(-np.inf)))
@@ -278,9 +278,8 @@ class _Step:
         )
         enough = self.op("Unsqueeze", self.op("Greater", left, last), self.const(np.array([1])))
         chance = self.op("Where", enough, self.const(np.float32(0)), chance)
-        factor, more = guards.SLACK
         least = self.op("ReduceMin", chance, self.const(np.array([1])), keepdims=1)
-        slack = self.op("Add", self.op("Mul", least, self.const(np.float32(factor))), self.const(np.float32(more)))
+        slack = self.op("Mul", least, self.const(np.float32(guards.SLACK)))
         allowed = self.op("LessOrEqual", chance, self.op("Max", risk, slack))
         safe = self.op("Where", allowed, scores, self.const(np.float32(FORBIDDEN)))
         taken = self.one_hot(self.op("ArgMax", safe, axis=1, keepdims=0), actions)
@@ -299,9 +298,9 @@ class _Step:
         self.nodes.append(self.onnx.helper.make_node("Split", [x], names, axis=1, num_outputs=parts))
         return names
 
-    def op(self, kind: str, *inputs: str, **settings: Any) -> str:
-        """One operation with one result."""
-        name = f"{kind.lower()}_{len(self.nodes)}"
+    def op(self, kind: str, *inputs: str, out: str | None = None, **settings: Any) -> str:
+        """One operation with one result, called `out` if that is given."""
+        name = out or f"{kind.lower()}_{len(self.nodes)}"
         self.nodes.append(self.onnx.helper.make_node(kind, list(inputs), [name], **settings))
         return name
 
@@ -320,8 +319,9 @@ class _Step:
         return name
 
     def output(self, name: str, value: str, kind: type, shape: list) -> None:
-        """Give a value out, under a name of its own."""
-        self.nodes.append(self.onnx.helper.make_node("Identity", [value], [name]))
+        """Give a value out; a large one has its name already, and needs no copy."""
+        if value != name:
+            self.nodes.append(self.onnx.helper.make_node("Identity", [value], [name]))
         self.outputs.append(self.onnx.helper.make_tensor_value_info(name, self.kind(kind), shape))
 
     def kind(self, kind: type) -> int:
