@@ -22,6 +22,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from safeicrl.compiled import keep_compiled
 from safeicrl.config import DROPPED, dropped_option
 from safeicrl.errors import Approximation, BeyondTraining, UserError, unknown_name
 from safeicrl.files import make_folder
@@ -54,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: list[str]) -> None:
+    if "--no-compile-cache" in args:
+        args.remove("--no-compile-cache")
+    else:
+        keep_compiled()  # first: a module of the user's may import JAX
     args = _import_asked(args)
     if not args or args[0] in ("-h", "--help", "help"):
         _usage()
@@ -104,7 +109,8 @@ def _usage() -> None:
     for name, command in COMMANDS.items():
         print(f"  {name:10} {_first_line(command)}")
     print("\nsafeicrl COMMAND --help lists a command's options.")
-    print("Every command takes --import MODULE: it registers environments and algorithms of your own.")
+    print("Every command takes --import MODULE, which registers environments and algorithms of your own,")
+    print("and --no-compile-cache, which compiles everything anew.")
 
 
 def _first_line(thing: Any) -> str:
