@@ -116,9 +116,7 @@ def worlds(policies: Sequence[str] = (), *, shipped: bool = True) -> tuple[dict[
 def _check(name: str, env: Env) -> None:
     """Refuse what the page cannot show."""
     if hasattr(env, "restart"):  # it lives on the host, where it cannot be held while its neighbours move
-        raise UserError(
-            f"play cannot show {name}: its environment comes from Gymnasium and cannot be paused"
-        )
+        raise UserError(f"play cannot show {name}: its environment comes from Gymnasium and cannot be paused")
     if isinstance(unwrapped(env), SafeDarkRoom) and unwrapped(env).size > MAX_SIDE:
         raise UserError(f"play shows rooms of at most {MAX_SIDE} cells per side, {name} is for a larger one")
 
