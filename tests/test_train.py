@@ -203,8 +203,8 @@ def test_the_time_limit_ends_a_run_cleanly(tmp_path):
     begin = time.monotonic()
     trained = train(ALGORITHM, config(iterations=None, minutes=0.02, checkpoint_minutes=9.0), out=tmp_path)
     assert trained.status.iteration == int(arrays(tmp_path)["step"])
-    # a compiler slower than the limit leaves no time for even one iteration
-    assert trained.status.iteration == 0 or 0.8 < trained.status.seconds < 1.7
+    # a compiler slower than the limit leaves time for one iteration only
+    assert trained.status.iteration == 1 or 0.8 < trained.status.seconds < 1.7
     assert time.monotonic() - begin < 60
     assert len(trained.results) == 1
 

@@ -305,7 +305,7 @@ def test_a_start_of_another_size_is_refused(net, words, runs, tmp_path):
     settings = dataclasses.replace(whole.train, start=str(folder))
     with pytest.raises(UserError, match=words):
         train(dataclasses.replace(whole, algo=algo).build(), settings, out=tmp_path / "new")
-    with pytest.raises(UserError, match="takes the folder of a training run; safe-dark-point is not a folder"):
+    with pytest.raises(UserError, match="safe-dark-point has width 64, this run has"):
         train(whole.build(), dataclasses.replace(settings, start="safe-dark-point"), out=tmp_path / "new")
 
 

@@ -1,4 +1,4 @@
-"""The command line: safeicrl train | collect | evaluate | export | compare | plot | demo | list.
+"""The command line: safeicrl train | collect | evaluate | export | compare | plot | demo | play | list.
 
 A user's mistake gets one line on stderr and exit code 2; a traceback is always a bug.
 """
@@ -10,6 +10,7 @@ import io
 import os
 import re
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +22,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from safeicrl.compiled import keep_compiled
 from safeicrl.config import DROPPED, dropped_option
 from safeicrl.errors import Approximation, BeyondTraining, UserError, unknown_name
 from safeicrl.files import make_folder
+from safeicrl.plugins import import_module, load_entry_points
 from safeicrl.version import VERSION
 
 T = TypeVar("T")
@@ -52,6 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: list[str]) -> None:
+    if "--no-compile-cache" in args:
+        args.remove("--no-compile-cache")
+    else:
+        keep_compiled()  # first: a module of the user's may import JAX
+    args = _import_asked(args)
     if not args or args[0] in ("-h", "--help", "help"):
         _usage()
     elif args[0] == "--version":
@@ -60,6 +68,20 @@ def _run(args: list[str]) -> None:
         raise unknown_name("command", args[0], COMMANDS)
     else:
         COMMANDS[args[0]](args[1:])
+
+
+def _import_asked(args: list[str]) -> list[str]:
+    """The arguments without --import MODULE, which any command takes, once the modules are imported."""
+    left, words = [], iter(args)
+    for word in words:
+        if word != "--import" and not word.startswith("--import="):
+            left.append(word)
+            continue
+        name = word.partition("=")[2] or next(words, "")
+        if not name:
+            raise UserError("--import takes the name of a module, or the path of its file")
+        import_module(name)
+    return left
 
 
 @contextlib.contextmanager
@@ -87,6 +109,8 @@ def _usage() -> None:
     for name, command in COMMANDS.items():
         print(f"  {name:10} {_first_line(command)}")
     print("\nsafeicrl COMMAND --help lists a command's options.")
+    print("Every command takes --import MODULE, which registers environments and algorithms of your own,")
+    print("and --no-compile-cache, which compiles everything anew.")
 
 
 def _first_line(thing: Any) -> str:
@@ -311,6 +335,10 @@ class Export:
     # name or path of a policy, or folder of a run
     policy: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="POLICY")] = None
     out: Path | None = None  # file to write: OUT.safetensors, and its card OUT.json
+    # folder to write instead, as model hubs lay it out: weights, model card, configuration, evaluation, film
+    hub: Path | None = None
+    onnx: Path | None = None  # file to write instead: one step of the policy as an ONNX graph, to act without JAX
+    film: bool = True  # whether --hub films one unseen task
     seed: int | None = None  # seed of the run; by default the one with the best evaluation
     # a related policy or run, one trained further from the other: exports their mean weights; may be repeated
     average: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -331,14 +359,22 @@ def export(args: list[str]) -> None:
     from safeicrl.policies.policy import load_policy
 
     asked = _parse("export", Export, args)
-    if asked.policy is None or asked.out is None:
-        raise UserError("export needs a policy (name, path or run folder) and a file, as in export RUN --out FILE")
-    path = export_policy(
-        asked.policy, asked.out, seed=asked.seed, average=asked.average, name=asked.name,
-        description=asked.description, temperature=asked.temperature,
-        env_args=parse_parameters(asked.env_args, "--env-args"), limits=asked.limit,
-        evaluation=asked.evaluation, overwrite=asked.overwrite,
-    )  # fmt: skip
+    targets = [target for target in (asked.out, asked.hub, asked.onnx) if target is not None]
+    if asked.policy is None or len(targets) != 1:
+        raise UserError(
+            "export needs a policy (name, path or run folder) and a file, as in export RUN --out FILE; "
+            "or, in place of --out, --hub FOLDER or --onnx FILE"
+        )
+    options: dict[str, Any] = {
+        "seed": asked.seed, "average": asked.average, "name": asked.name, "description": asked.description,
+        "temperature": asked.temperature, "env_args": parse_parameters(asked.env_args, "--env-args"),
+        "limits": asked.limit, "evaluation": asked.evaluation, "overwrite": asked.overwrite,
+    }  # fmt: skip
+    if asked.hub is not None:
+        return _export_hub(asked.policy, asked.hub, options, film=asked.film)
+    if asked.onnx is not None:
+        return _export_onnx(asked.policy, asked.onnx, options)
+    path = export_policy(asked.policy, targets[0], **options)
     card = load_policy(path).card
     origin = card["exported"]["from"]
     if asked.average:
@@ -350,29 +386,72 @@ def export(args: list[str]) -> None:
     print(f"load it:  policy = safeicrl.load_policy({str(path)!r})")
 
 
-# -- compare, plot, demo, list -------------------------------------------------------------------------------
+def _export_hub(policy: str, folder: Path, options: dict[str, Any], *, film: bool) -> None:
+    from safeicrl.policies.contenders import released
+    from safeicrl.policies.hub import FILM, export_hub, write_card
+    from safeicrl.show.demo import film as shoot
+
+    export_hub(policy, folder, **options)
+    star = released(str(folder))
+    if film and shoot(star, folder / FILM):
+        write_card(folder, star.meta["card"])
+    print(f"wrote {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    print(f"load it:  policy = safeicrl.load_policy({str(folder)!r})")
+
+
+def _export_onnx(policy: str, out: Path, options: dict[str, Any]) -> None:
+    """By way of an ordinary export in a temporary folder, so that all its options hold here too."""
+    from safeicrl.policies.export import export_policy
+    from safeicrl.policies.onnx import export_onnx
+    from safeicrl.policies.policy import load_policy
+
+    target = out.with_suffix(".onnx")
+    if target.exists() and not options["overwrite"]:
+        raise UserError(f"{target} exists: choose another --onnx, or --overwrite")
+    with tempfile.TemporaryDirectory() as folder:
+        path = export_onnx(load_policy(export_policy(policy, Path(folder) / "policy", **options)), out)
+    print(f"wrote {path}; examples/onnx_runner.py acts with it, without JAX")
+
+
+# -- compare, plot, demo, play, list -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compare:
-    """Score agents between two reference agents that met the same tasks."""
+    """Compare runs with intervals; or score agents between two reference agents that met the same tasks."""
 
-    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE ...")]  # results
-    upper: Path  # results of the reference agent that counts as 1, e.g. one that is told the task
-    lower: Path  # results of the reference agent that counts as 0, e.g. one that forgets at every episode
-    last: int = 5  # the return of this many last episodes is compared
+    # results, or folders of runs: then the evaluations that chose their best policies
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE ...")]
+    upper: Path | None = None  # results of the reference agent that counts as 1, e.g. one that is told the task
+    lower: Path | None = None  # results of the reference agent that counts as 0, e.g. one that forgets everything
+    last: int = 5  # with --upper and --lower: the return of this many last episodes is compared
+    out: Path | None = None  # figure to write, e.g. sweep.png; without --upper and --lower
 
 
 def compare(args: list[str]) -> None:
-    """Score agents between two reference agents that met the same tasks."""
+    """Compare runs with intervals; or score agents between two reference agents that met the same tasks."""
     from safeicrl.evaluation.archive import load_results
-    from safeicrl.evaluation.tables import relative_table
+    from safeicrl.evaluation.tables import group, relative_table, run_results, sweep_table
 
     asked = _parse("compare", Compare, args)
     if not asked.files:
-        raise UserError("compare needs results files, as in compare mine.npz --upper told.npz --lower none.npz")
-    upper, lower, *results = (load_results(path) for path in (asked.upper, asked.lower, *asked.files))
-    Console().print(relative_table(results, upper=upper, lower=lower, last=asked.last))
+        raise UserError("compare needs results files or run folders, as in compare runs/one runs/two")
+    if (asked.upper is None) != (asked.lower is None):
+        raise UserError("compare needs both --upper and --lower, or neither")
+    if asked.upper is not None and asked.lower is not None:
+        if asked.out is not None:
+            raise UserError("--out draws runs with intervals: leave out --upper and --lower")
+        upper, lower = (load_results(path) for path in (asked.upper, asked.lower))
+        results = [result for path in asked.files for result in run_results(path)]
+        Console().print(relative_table(results, upper=upper, lower=lower, last=asked.last))
+        return
+    groups = group([result for path in asked.files for result in run_results(path)])
+    Console().print(sweep_table(groups))
+    if asked.out is not None:
+        from safeicrl.evaluation import plots
+
+        make_folder(asked.out.parent)
+        print(plots.save(plots.sweep(groups), asked.out if asked.out.suffix else asked.out.with_suffix(".png")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -420,6 +499,34 @@ def demo(args: list[str]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Play:
+    """A local web page: draw a room, set a budget, watch a frozen agent learn it."""
+
+    # a policy of your own (name, path or run folder), besides those that ship; may be repeated
+    policy: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    host: str = "127.0.0.1"  # address to listen on; 0.0.0.0 lets other machines in, without a password
+    port: int = 8642  # 0 takes any free one
+    # a host name under which the page may be asked for, besides localhost and numeric addresses; may be repeated
+    name: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    visitors: int = 64  # at a time
+    open: bool = False  # open the page in a browser
+
+
+def play(args: list[str]) -> None:
+    """A local web page: draw a room, set a budget, watch a frozen agent learn it."""
+    asked = _parse("play", Play, args)
+
+    from safeicrl.show.play import server
+    from safeicrl.show.play.worlds import worlds
+
+    settings = server.Settings(host=asked.host, port=asked.port, names=asked.name, visitors=asked.visitors)
+    found, missing = worlds(asked.policy)
+    for why in missing:
+        print(f"not on the page: {why}")
+    server.run(found, settings, open_page=asked.open)
+
+
+@dataclass(frozen=True, kw_only=True)
 class List:
     """Environments, policies, agents, algorithms and presets by name."""
 
@@ -433,6 +540,7 @@ def list_names(args: list[str]) -> None:
     from safeicrl.recipes.presets import PRESETS
 
     _parse("list", List, args)
+    load_entry_points()
     for kind, named in {
         "environments": {name: world.summary or _first_line(world.load()) for name, world in WORLDS.items()},
         "policies": {name: "pretrained, ships with the library" for name in policy_names()},
@@ -454,6 +562,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "compare": compare,
     "plot": plot,
     "demo": demo,
+    "play": play,
     "list": list_names,
 }
 

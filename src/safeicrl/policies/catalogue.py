@@ -28,6 +28,7 @@ from safeicrl.optimisers.meta import MetaAgent
 from safeicrl.policies import checkpoint
 from safeicrl.policies.cards import read_card
 
+HUB = "model.safetensors"  # the weights in a folder as model hubs lay it out (hub.py)
 POLICY = "policy.safetensors"  # the policy of a run of several stages
 PRETRAINED = Path(__file__).parent / "pretrained"
 SEED = re.compile(r"(?:best|policy)-seed(\d+)")  # how a run names the policy of a seed: of one stage, of several
@@ -67,6 +68,8 @@ def find_policy(name_or_path: str | Path) -> Path:
     if text in policy_names():
         return PRETRAINED / f"{text}.safetensors"
     if path.is_dir():
+        if (path / HUB).exists():
+            return path / HUB
         if (path / RECIPE).exists() and (path / POLICY).exists():
             return path / POLICY
         return next(iter(run_policies(path).values()))

@@ -15,7 +15,7 @@ from safeicrl.errors import Approximation, UserError, check_budget, check_intege
 from safeicrl.evaluation.evaluate import evaluate
 from safeicrl.evaluation.results import Results
 from safeicrl.files import RECIPE
-from safeicrl.policies.catalogue import SEED, changed_env, policy_names, run_policies
+from safeicrl.policies.catalogue import HUB, SEED, changed_env, policy_names, run_policies
 from safeicrl.policies.policy import Policy, load_policy
 
 
@@ -104,16 +104,17 @@ def released(
 
 def released_seeds(name_or_path: str, **options: Any) -> dict[str, Contender]:
     """`released`, by name. For a run folder: the best policy of every seed, with one label for all."""
-    if name_or_path in policy_names() or not Path(name_or_path).is_dir():
+    path = Path(name_or_path)
+    if name_or_path in policy_names() or not path.is_dir() or (path / HUB).exists():
         return {name_or_path: released(name_or_path, **options)}
-    files = run_policies(Path(name_or_path))
+    files = run_policies(path)
     return {f"seed {seed}": released(str(path), **options) for seed, path in files.items()}
 
 
 def _name(path: Path) -> str:
     """The name of a policy whose card has none: its file's, or that of its run."""
     path = path.resolve()
-    if SEED.fullmatch(path.stem) or (path.parent / RECIPE).exists():
+    if SEED.fullmatch(path.stem) or (path.parent / RECIPE).exists() or path.name == HUB:
         path = path.parent
     return path.name if path.is_dir() else path.stem
 
