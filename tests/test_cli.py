@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -93,7 +94,7 @@ def refused(capsys, *args) -> str:
         ("evaluate runs/nothing", "no policy and no run folder at runs/nothing$"),
         ("evaluate --policy x", "leave out --policy, its value alone"),
         ("evaluate --agent random --out .", "--out must name the file"),
-        ("evaluate --agent random --seed 99999999999999999999", "seed must be below 2³²"),
+        ("evaluate --agent random --seed 99999999999999999999", "seed must be an integer ≥ 0 and below 2³²"),
         ("evaluate --agent random --budgets 3", "--budgets takes two numbers, got '3'$"),
         ("evaluate x --agent random", "needs either a policy"),
         ("evaluate --agent randon", "invalid choice 'randon'"),
@@ -299,12 +300,12 @@ def test_beyond_its_training_a_policy_is_evaluated_with_a_warning(tmp_path, caps
 
 def test_a_run_without_a_policy_yet_is_not_sent_to_evaluation(tmp_path, capsys, monkeypatch):
     def stopped(self):  # as by Ctrl-C before the first iteration
-        self.requested = True
+        self.number = signal.SIGINT
         return self
 
     monkeypatch.setattr(StopRequest, "__enter__", stopped)
     run = tmp_path / "run"
-    assert main(["train", "--preset", "table", "--out", str(run)]) == 0
+    assert main(["train", "--preset", "table", "--out", str(run)]) == 130
     shown = capsys.readouterr().out
     assert f"safeicrl train --resume {run}" in shown
     assert "safeicrl evaluate" not in shown

@@ -19,7 +19,7 @@ from safeicrl.evaluation.archive import load_results, results_equal
 from safeicrl.evaluation.statistics import Summary, rank
 from safeicrl.log import read_metrics
 from safeicrl.policies import cards, checkpoint
-from safeicrl.signals import StopRequest
+from safeicrl.signals import GRACE, StopRequest
 from safeicrl.train import EvalConfig, TrainConfig, train
 
 ALGORITHM = TableAlgorithm(env=ROOM, config=TableConfig())
@@ -278,12 +278,37 @@ def test_what_best_means():
     assert [s.total_return for s in by_rank] == [9.0, 8.0, 1.0, 2.0]
 
 
-def test_a_polite_signal_finishes_the_chunk():
-    before = signal.getsignal(signal.SIGINT)
+@pytest.fixture
+def handlers():
+    """Signals as in a terminal, however the tests were started; as they were afterwards."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.usefixtures("handlers")
+def test_a_polite_signal_finishes_the_chunk(number, status):
+    signal.signal(number, signal.default_int_handler)
     with StopRequest() as stop:
         assert not stop.requested
-        signal.raise_signal(signal.SIGINT)
+        assert stop.exit_status == 0
+        signal.raise_signal(number)
         assert stop.requested
-        with pytest.raises(KeyboardInterrupt):  # a second one acts as usual
+        assert stop.exit_status == status
+        signal.raise_signal(signal.SIGINT)  # at once: belongs to the first one
+        stop.since -= 2 * GRACE
+        with pytest.raises(KeyboardInterrupt):  # a late one acts as usual
             signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("handlers")
+def test_an_ignored_signal_stays_ignored():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as after nohup, or in the background of a script
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert not stop.requested
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

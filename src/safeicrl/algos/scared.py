@@ -23,7 +23,7 @@ from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers.ddpg import DDPG, DDPGConfig
 from safeicrl.optimisers.ppo import PPO, PPOConfig
 from safeicrl.penalty import PenaltyConfig, over_by_bin, update_multiplier
-from safeicrl.trial import Episodes, Trials, episode_sums, run_trials, sample_queue
+from safeicrl.trial import Episodes, Trials, episode_sums, first_fault, run_trials, sample_queue
 
 OVERTIME = 3  # times as many episodes as a usual trial
 
@@ -150,6 +150,7 @@ class Scared:
             "env_steps": trials.valid.sum(),
             "lambda": multiplier.max(),
             "over_budget_by_bin": over_by_bin(fresh, self.edges),
+            "fault": first_fault(trials),
         }
         state = ScaredState(optimiser=optimiser, multiplier=multiplier, iteration=state.iteration + 1, key=key)
         return state, metrics

@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from safeicrl.errors import UserError
 from safeicrl.evaluation.results import ARRAYS, Results
 from safeicrl.evaluation.statistics import summarise
-from safeicrl.files import atomic_write, read_json, write_json
+from safeicrl.files import atomic_write, read_json, read_npz, write_json
 
 
 def save_results(results: Results, path: str | Path) -> tuple[Path, Path]:
@@ -37,17 +36,19 @@ def load_results(path: str | Path) -> Results:
     if not isinstance(saved, dict) or not isinstance(saved.get("meta"), dict):
         raise UserError(f"{card} is not a results file: it has no group 'meta'")
     try:
-        with np.load(arrays, allow_pickle=False) as file:
-            values = {name: file[name] for name in ARRAYS}
+        values = read_npz(arrays, ARRAYS)
         shape = values["returns"].shape
-        right = values["costs"].shape == values["lengths"].shape == shape == (len(values["budgets"]), shape[1])
-        results = Results(meta=saved["meta"], **values)
-        if not right:
+        if any(value.dtype.kind not in "fiu" for value in values.values()):
+            raise ValueError("its arrays must be made of numbers")
+        if len(shape) != 2 or 0 in shape or values["budgets"].shape != shape[:1]:
             raise ValueError("its arrays do not fit together")
+        if not values["costs"].shape == values["lengths"].shape == shape:
+            raise ValueError("its arrays do not fit together")
+        results = Results(meta=saved["meta"], **values)
         if results.budgets_per_task < 1 or shape[0] % results.budgets_per_task:
             raise ValueError(f"{shape[0]} trials cannot be tasks with {results.budgets_per_task} budgets each")
         return results
-    except (OSError, ValueError, KeyError, IndexError, TypeError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{arrays} is not a results file: {str(error).partition(chr(10))[0]}") from None
 
 

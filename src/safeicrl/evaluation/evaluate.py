@@ -10,11 +10,12 @@ import numpy as np
 
 from safeicrl.agents.api import Agent
 from safeicrl.envs.api import Env, Key, PyTree, Split, check_split
+from safeicrl.envs.faults import refuse_fault
 from safeicrl.envs.registry import env_to_plain
 from safeicrl.errors import UserError, check_budget, check_integer, check_seed
 from safeicrl.evaluation.results import Results
 from safeicrl.provenance import surroundings
-from safeicrl.trial import Episodes, episode_sums, run_trials
+from safeicrl.trial import Episodes, episode_sums, first_fault, run_trials
 
 SEGMENT = 32  # steps; a shorter segment of a trial saves less time than its compilation takes
 
@@ -65,15 +66,17 @@ def evaluate(
     rows = min(rows, trials)
     steps = episodes * env.spec.max_steps
     segments = min(segments, max(steps // SEGMENT, 1)) if _grows(agent, sampled, steps) else 1
-    parts = []
+    parts, name = [], env_to_plain(env)["name"]
     for chunk, first in enumerate(range(0, trials, rows)):
         # The last chunk is filled up with the first trials, so that all chunks have one shape.
         index = np.arange(first, first + rows) % trials
         queue = jax.tree.map(lambda x, i=index % tasks: x[i][:, None], sampled)  # [row, 1, ...]
         key = jax.random.fold_in(run_key, chunk)
-        played = _play(
+        played, found = _play(
             env, agent, queue, jnp.asarray(budget[index][:, None]), key, episodes=episodes, segments=segments
         )
+        fault = np.asarray(found)
+        refuse_fault(fault, name, [f"task {index[int(fault[1])] % tasks}"])
         parts.append(jax.tree.map(np.asarray, played))
     whole = jax.tree.map(lambda *x: np.concatenate(x)[:trials], *parts)
     provenance = {
@@ -115,8 +118,8 @@ def _sample(env: Env, split: Split, keys: Key) -> PyTree:
 @eqx.filter_jit
 def _play(
     env: Env, agent: Agent, tasks: PyTree, budgets: jax.Array, key: Key, *, episodes: int, segments: int
-) -> Episodes:
-    """Sums per episode; inside one jit, so that the steps themselves are never kept."""
+) -> tuple[Episodes, jax.Array]:
+    """Sums per episode, and `first_fault`; inside one jit, so that the steps themselves are never kept."""
     steps = episodes * env.spec.max_steps
     trials = run_trials(env, agent, tasks, budgets, key, episodes=episodes, steps=steps, segments=segments)
-    return episode_sums(trials, episodes)
+    return episode_sums(trials, episodes), first_fault(trials)
