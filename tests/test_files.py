@@ -1,6 +1,7 @@
 """Folders with one owner, files of killed processes, damaged logs and JSON, cards whose digests must fit."""
 
 import contextlib
+import dataclasses
 import errno
 import io
 import json
@@ -15,11 +16,13 @@ import zipfile
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 from standin import ROOM, TableAlgorithm, TableConfig
 
 from safeicrl import files
 from safeicrl.cli import main
 from safeicrl.errors import Damaged, UserError, printable
+from safeicrl.evaluation import plots, tables
 from safeicrl.evaluation.archive import load_results, save_results
 from safeicrl.evaluation.results import ARRAYS, Results
 from safeicrl.files import LOCK, atomic_write, check_output, owned, parse_json, read_json, sweep, write_json
@@ -303,7 +306,8 @@ def test_an_array_that_asks_for_more_than_its_file_has(tmp_path):
     """A header that says 2**40 numbers would take the memory before anything is read."""
     ones = np.ones((2, 3))
     values = Results(returns=ones, costs=ones, lengths=ones, budgets=np.ones(2), meta={})
-    arrays, _ = save_results(values, tmp_path / "r")
+    arrays, card = save_results(values, tmp_path / "r")
+    card.write_text('{"meta": {}}')  # as older versions wrote it, without a digest of the arrays
     forged = io.BytesIO()
     header = {"descr": "<f8", "fortran_order": False, "shape": (2**20, 2**20)}
     np.lib.format.write_array_header_1_0(forged, header)
@@ -312,6 +316,21 @@ def test_an_array_that_asks_for_more_than_its_file_has(tmp_path):
             archive.writestr(f"{name}.npy", forged.getvalue())
     with pytest.raises(UserError, match="but its file has 128 bytes"):
         load_results(tmp_path / "r")
+
+
+@pytest.mark.parametrize("label", ["$x_{", "[/]", "[red]x", "\x1b[2J", "n" * 300])
+def test_labels_are_shown_as_they_are(label):
+    rows = np.arange(6.0).reshape(2, 3)
+    found = Results(returns=rows, costs=rows, lengths=rows + 1, budgets=np.ones(2), meta={"label": label})
+    upper = dataclasses.replace(found, returns=rows + 1)
+    shown = io.StringIO()
+    for table in (tables.summary_table([found]), tables.relative_table([found], upper=upper, lower=found)):
+        Console(file=shown, width=999).print(table)
+    assert shown.getvalue().count(printable(label)) >= 3
+    assert "\x1b" not in shown.getvalue()
+    figure = plots.by_episode({found.label: [found]})
+    figure.canvas.draw()
+    assert printable(label) in [text.get_text() for text in figure.axes[0].texts]
 
 
 # -- cards

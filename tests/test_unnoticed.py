@@ -1,6 +1,7 @@
 """A test for each fault that once passed all the others; tests/mutants.py puts the faults back."""
 
 import dataclasses
+import io
 import types
 
 import equinox as eqx
@@ -11,9 +12,12 @@ import optax
 import pytest
 from networks import ROOM, random_rows, random_weights
 from probe import Casino, Throw
+from rich.console import Console
 from standin import ROOM as TABLE_ROOM
 from standin import TableAlgorithm, TableConfig
 
+from safeicrl import train as trainer
+from safeicrl.agents.api import WipedAgent
 from safeicrl.agents.reference import RandomAgent
 from safeicrl.algos.scared import Scared, ScaredConfig, ScaredState
 from safeicrl.budgets import is_over
@@ -25,6 +29,7 @@ from safeicrl.errors import UserError
 from safeicrl.evaluation.evaluate import evaluate
 from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.statistics import relative
+from safeicrl.log import Terminal
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers import ddpg as off_policy
 from safeicrl.optimisers.ddpg import DDPG, DDPGConfig, Heads, Nets
@@ -33,7 +38,7 @@ from safeicrl.optimisers.ppo import PPO, ActorCritic, PPOConfig, PPOState
 from safeicrl.penalty import PenaltyConfig, net_reward
 from safeicrl.policies.cards import read_card
 from safeicrl.tokens import usable_budget
-from safeicrl.train import EvalConfig, TrainConfig, train
+from safeicrl.train import EvalConfig, TrainConfig
 from safeicrl.trial import episode_sums, run_trials, sample_queue
 
 TINY = NetConfig(width=8, layers=1, heads=1)
@@ -52,9 +57,9 @@ def test_a_budget_that_is_spent_exactly_is_kept():
 
 
 def test_a_budget_of_whole_units_keeps_all_of_them():
-    """0.7 / 0.1 is less than 7 in float32."""
+    """1.3 / 0.1 is less than 13 in float32."""
     spec = dataclasses.replace(Casino().spec, cost_unit=0.1)
-    budgets = np.arange(1, 200, dtype=np.float32) * np.float32(0.1)
+    budgets = (np.arange(1, 200) * 0.1).astype(np.float32)
     np.testing.assert_allclose(usable_budget(jnp.asarray(budgets), spec), budgets, rtol=1e-5)
 
 
@@ -82,11 +87,19 @@ def test_evaluation_plays_unseen_tasks_with_keys_of_their_own():
     assert len(np.unique(found.costs)) == 8  # the second chunk does not repeat the first one's random numbers
 
 
-def test_a_baseline_is_wiped_in_its_evaluation(tmp_path):
+@pytest.mark.parametrize(("wipe", "words"), [(True, "wiped at every episode"), (False, "kept")])
+def test_a_baseline_is_wiped_in_its_evaluation(tmp_path, monkeypatch, wipe, words):
+    def watched(env, agent, *, meta, **_):
+        assert isinstance(agent, WipedAgent) == wipe
+        return results(np.ones((2, 3)), **meta)
+
+    monkeypatch.setattr(trainer, "evaluate", watched)
     algorithm = TableAlgorithm(env=TABLE_ROOM, config=TableConfig())
-    settings = EvalConfig(every=0, tasks=20, rows=20, wipe=True)
-    train(algorithm, TrainConfig(iterations=1, evaluation=settings), out=tmp_path)
-    assert read_card(tmp_path / "best-seed0.json")["evaluation"]["context"] == "wiped at every episode"
+    status, quiet = trainer.Status(best=[None]), Terminal(Console(file=io.StringIO()))
+    settings = TrainConfig(evaluation=EvalConfig(wipe=wipe))
+    state = types.SimpleNamespace(table=jnp.zeros((9, 5)))
+    trainer._evaluate(algorithm, settings, tmp_path, state, status, [], quiet)
+    assert read_card(tmp_path / "best-seed0.json")["evaluation"]["context"] == words
 
 
 # -- worlds
@@ -273,12 +286,14 @@ def test_a_safe_learners_values_stay_when_their_scale_moves():
     @jax.jit
     def run(key: jax.Array) -> tuple:
         state = learner.init(key, task)
+        state = replace(state, params=jax.tree.map(lambda x: x + 0.5, state.params))  # at first all values are 0
         new, _, _ = learner.iterate(state, task, jnp.float32(1.0))
         new = replace(new, normaliser=state.normaliser)  # which moves what the networks see
         return new.scale, learner.values(state, seen), learner.values(new, seen)
 
     scale, before, after = run(jax.random.key(0))
     assert (np.abs(np.asarray(scale) - 1) > 0.01).all()
+    assert (np.abs(before) > 0.1).all()
     np.testing.assert_allclose(after, before, rtol=1e-4)
 
 

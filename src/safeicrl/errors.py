@@ -7,6 +7,12 @@ from typing import Any
 
 import numpy as np
 
+# Bounds on what a card, a config or a command line may ask for, far above any use. A number beyond them is a
+# mistake: it is refused before memory is taken for it.
+MOST_STEPS = 2**31 - 1  # that are in memory together: rows · episodes · steps
+MOST_EPISODES = 2**28  # of an evaluation
+MOST_ROWS = 2**20  # side by side
+WIDEST, DEEPEST = 2**14, 2**7  # layer, number of layers
 LARGEST = 1e10  # size of a reward, cost or observation: the cube of a larger one may overflow inside a network
 
 

@@ -182,11 +182,14 @@ def owned(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
-        os.close(handle)
-        if new:
-            with contextlib.suppress(OSError):  # it stays unless it is empty: the work was refused
+        try:
+            path.unlink(missing_ok=True)
+            if new and not any(folder.iterdir()):  # the work was refused
                 folder.rmdir()
+        except OSError:
+            pass  # the kernel's lock counts, not the file
+        finally:
+            os.close(handle)
 
 
 def _lock(path: Path) -> int:

@@ -29,7 +29,7 @@ from safeicrl.envs.faults import NO_FAULT, NONE, refuse_fault
 from safeicrl.envs.mujoco import physics
 from safeicrl.envs.registry import env_to_plain
 from safeicrl.errors import UserError, check_integer, check_number, check_seed
-from safeicrl.evaluation.evaluate import evaluate
+from safeicrl.evaluation.evaluate import check_size, evaluate
 from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.statistics import Summary, rank, summarise
 from safeicrl.files import owned, read_json, write_json
@@ -143,6 +143,8 @@ def train(
 ) -> Trained:
     """Train in the folder `out`; `resume` continues the run that is there; a signal to `stop` ends it early."""
     folder, config = Path(out), _with_limit(algorithm, config)
+    options = config.evaluation
+    check_size(algorithm.env, tasks=options.tasks, episodes=options.episodes, rows=options.rows)
     if resume and not folder.is_dir():
         raise UserError(f"no checkpoint at {folder / CHECKPOINT}")
     with owned(folder), Terminal(console) as terminal, stop or StopRequest() as stop:

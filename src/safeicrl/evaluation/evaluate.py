@@ -12,7 +12,7 @@ from safeicrl.agents.api import Agent
 from safeicrl.envs.api import Env, Key, PyTree, Split, check_split
 from safeicrl.envs.faults import refuse_fault
 from safeicrl.envs.registry import env_to_plain
-from safeicrl.errors import UserError, check_budget, check_integer, check_seed
+from safeicrl.errors import MOST_EPISODES, MOST_STEPS, UserError, check_budget, check_integer, check_seed
 from safeicrl.evaluation.results import Results
 from safeicrl.provenance import surroundings
 from safeicrl.trial import Episodes, episode_sums, first_fault, run_trials
@@ -48,12 +48,9 @@ def evaluate(
     these chunks share one compilation, and each ends with its longest trial. `segments` is that of `run_trials`,
     for agents whose memory grows; a short trial has fewer.
     """
-    check_integer("tasks", tasks, 1)
-    trials = tasks * check_integer("budgets_per_task", budgets_per_task, 1)
-    default = 32 if jax.default_backend() == "cpu" else 256
-    rows = check_integer("rows", default if rows is None else rows, 1)
+    episodes, rows = check_size(env, tasks=tasks, budgets_per_task=budgets_per_task, episodes=episodes, rows=rows)
+    trials = tasks * budgets_per_task
     check_seed(seed)
-    episodes = check_integer("episodes", env.spec.episodes if episodes is None else episodes, 1)
     low, high = budgets or env.spec.test_budget
     grid = budget_grid(low, high, budget_count)
     if budgets_per_task > budget_count:
@@ -63,7 +60,6 @@ def evaluate(
     task_key, run_key = jax.random.split(jax.random.key(seed))
     sampled = _sample(env, check_split(split), jax.random.split(task_key, tasks))
     budget = grid[np.arange(trials) * len(grid) // trials]  # [trial]: every budget equally often
-    rows = min(rows, trials)
     steps = episodes * env.spec.max_steps
     segments = min(segments, max(steps // SEGMENT, 1)) if _grows(agent, sampled, steps) else 1
     parts, name = [], env_to_plain(env)["name"]
@@ -92,6 +88,19 @@ def evaluate(
         "seconds": time.perf_counter() - begin,
     }
     return Results(returns=whole.returns, costs=whole.costs, lengths=whole.lengths, budgets=budget, meta=provenance)
+
+
+def check_size(
+    env: Env, *, tasks: int, budgets_per_task: int = 1, episodes: int | None, rows: int | None
+) -> tuple[int, int]:
+    """The episodes of a trial and the trials at a time of an evaluation; refused if there are too many of them."""
+    trials = check_integer("tasks", tasks, 1) * check_integer("budgets_per_task", budgets_per_task, 1)
+    episodes = check_integer("episodes", env.spec.episodes if episodes is None else episodes, 1)
+    check_integer("tasks · budgets_per_task · episodes", trials * episodes, 1, MOST_EPISODES)
+    default = 32 if jax.default_backend() == "cpu" else 256
+    rows = min(check_integer("rows", default if rows is None else rows, 1), trials)
+    check_integer("rows · episodes · steps of an episode", rows * episodes * env.spec.max_steps, 1, MOST_STEPS)
+    return episodes, rows
 
 
 def budget_grid(low: float, high: float, count: int = 100) -> np.ndarray:

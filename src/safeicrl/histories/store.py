@@ -289,7 +289,10 @@ class HistoryWriter:
         """Real numbers instead of bytes in the file of one array."""
         path = self.folder / f"{name}.npy"
         with temporary(path) as narrow:
-            os.replace(path, narrow)
+            try:
+                os.replace(path, narrow)
+            except OSError as error:
+                raise UserError(f"cannot write {path}: {error.strerror or error}") from None
             old = np.load(narrow, mmap_mode="r", allow_pickle=False)
             self._create(name, np.dtype(np.float32), old.shape)
             entry = self.meta["arrays"][name]

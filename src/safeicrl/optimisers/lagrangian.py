@@ -26,6 +26,7 @@ from safeicrl.nets.feedforward import (
     FeedForward,
     Normaliser,
     action_outputs,
+    check_hidden,
     distribution,
     encode,
     evaluate_all,
@@ -64,8 +65,8 @@ class PPOLagConfig:
     def __post_init__(self) -> None:
         for name in ("iterations", "envs", "steps", "epochs", "minibatches"):
             check_integer(name, getattr(self, name), 1)
-        for size in self.hidden:
-            check_integer("hidden", size, 1)
+        check_hidden(self.hidden)
+        check_integer("envs · steps", self.envs * self.steps, 1)
         for name in ("learning_rate", "clip", "max_grad", "multiplier_cap"):
             check_number(name, getattr(self, name), 0.0, strict=True)
         for name in ("entropy", "multiplier", "multiplier_rate", "multiplier_gain"):

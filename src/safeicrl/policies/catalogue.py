@@ -20,6 +20,7 @@ from safeicrl.envs.spaces import Discrete
 from safeicrl.errors import UserError, check_integer, unknown_name
 from safeicrl.files import RECIPE
 from safeicrl.nets.decision_transformer import DecisionConfig, DecisionNet, unit_scales
+from safeicrl.nets.feedforward import check_hidden
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.policies import checkpoint
@@ -101,7 +102,7 @@ def _decision(card: dict[str, Any], env: Env) -> Agent:
 
 
 def _mlp(card: dict[str, Any], env: Env) -> Agent:
-    return MlpAgent.build(env.spec, tuple(card["hidden"]))
+    return MlpAgent.build(env.spec, check_hidden(card["hidden"]))
 
 
 # A card's "kind" → a function that builds such an agent; its arrays are then read from the file.

@@ -26,7 +26,15 @@ import numpy as np
 
 from safeicrl.agents.api import Agent, with_options
 from safeicrl.envs.api import Env, Key, PyTree
-from safeicrl.errors import BeyondTraining, UserError, check_budget, check_integer, check_seed, check_sound
+from safeicrl.errors import (
+    MOST_ROWS,
+    BeyondTraining,
+    UserError,
+    check_budget,
+    check_integer,
+    check_seed,
+    check_sound,
+)
 from safeicrl.policies.cards import read_card
 from safeicrl.policies.catalogue import find_policy, load_agent, trained_env, trained_episodes
 from safeicrl.tokens import Token, first_token, next_token, usable_budget
@@ -124,7 +132,7 @@ class Policy:
         if budgets.ndim > 1:
             raise UserError(f"budget must be a number or a list of numbers, got shape {budgets.shape}")
         batched = batch is not None or budgets.ndim == 1
-        rows = check_integer("batch", batch if batch is not None else budgets.size, 1)
+        rows = check_integer("batch", batch if batch is not None else budgets.size, 1, MOST_ROWS)
         if budgets.ndim == 1 and len(budgets) != rows:
             raise UserError(f"{len(budgets)} budgets were given for a batch of {rows}")
         key = jax.random.key(check_seed(seed))
@@ -264,7 +272,10 @@ def _numbers(name: str, value: Any, batched: bool, rows: int) -> np.ndarray:
 
 def _flags(name: str, value: Any, batched: bool, rows: int) -> np.ndarray:
     """A flag per row, [row] bool; a single one holds for all rows."""
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, OverflowError):  # a ragged list
+        array = np.array(None)
     if array.dtype.kind not in "biu" or array.shape not in ((), (rows,) if batched else ()):
         raise UserError(
             f"{name} must be true or false" + (f", or {rows} of them" if batched else "") + f", got {value!r}"
