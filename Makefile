@@ -39,7 +39,8 @@ format: .venv/ready
 
 lock:  ## resolve the ranges of pyproject.toml anew (needs uv)
 	uv pip compile --universal --python-version 3.11 --no-header --no-annotate \
-	  --extra mujoco --extra dev --extra tensorboard --extra minari pyproject.toml -o requirements.lock
+	  --extra mujoco --extra dev --extra tensorboard --extra minari --extra pandas --extra onnx --extra play \
+	  pyproject.toml -o requirements.lock
 
 clean:
 	rm -rf .venv .cache build dist *.egg-info

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from safeicrl.compiled import trim  # does not import JAX
+
 CACHE = Path(__file__).parents[1] / ".cache" / "jax"
 CACHE_BYTES = 2**28  # several runs of everything; JAX has a limit of its own, which needs one more package
 
@@ -27,19 +29,18 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 
-
-def trim(folder: Path, limit: int) -> None:
-    """Delete the oldest files of `folder` until it holds at most `limit` bytes."""
-    files = sorted((path.stat().st_mtime, path.stat().st_size, path) for path in folder.glob("*") if path.is_file())
-    excess = sum(size for _, size, _ in files) - limit
-    for _, size, path in files:
-        if excess <= 0:
-            break
-        path.unlink(missing_ok=True)
-        excess -= size
+# Begun first, so that no worker is left with one of them at the end.
+LONGEST = ("scared", "worlds", "safe_ad", "ppo_lag", "guard", "small_room", "shipped", "recipes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Once per run: xdist's workers have `workerinput`."""
     if not hasattr(config, "workerinput"):
         trim(CACHE, CACHE_BYTES)
+    if hasattr(config.option, "loadscopereorder"):  # xdist would begin with the files of most tests
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take longest come first."""
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONGEST)

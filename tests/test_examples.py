@@ -5,7 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from safeicrl.train import EvalConfig, TrainConfig, train
+import equinox as eqx
+import jax
+import numpy as np
+
+from safeicrl.agents.reference import RandomAgent
+from safeicrl.trial import run_trials, sample_queue
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -15,16 +20,26 @@ def run(script: str, *arguments: object) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def test_a_custom_environment_takes_at_most_60_lines_and_trains(tmp_path):
+def test_a_custom_environment_takes_at_most_60_lines_and_fits_its_learner():
+    """Every lever pays its hidden amount and the best one costs 1; an update of its learner is traced only."""
     script = EXAMPLES / "custom_env.py"
     assert len(script.read_text().splitlines()) <= 60
-    learner = runpy.run_path(str(script))["learner"]
-    trained = train(learner(1), TrainConfig(evaluation=EvalConfig(tasks=8)), out=tmp_path / "run")
-    costs, returns = trained.results[0].costs, trained.results[0].returns
-    # no lever pays over 1, the hot one costs 1 a pull; ten pulls an episode
-    assert costs.shape == (8, 8)
-    assert 0 < costs.mean() < 10
-    assert 0 < returns.mean() < 10
+    algorithm = runpy.run_path(str(script))["learner"](1)
+    env = algorithm.env
+    tasks, budgets = sample_queue(env, "test", (0.0, 6.0), (16, 1), jax.random.key(0))
+    trials = run_trials(env, RandomAgent(env.spec.action), tasks, budgets, jax.random.key(1), episodes=2, steps=20)
+    paid, action = np.asarray(tasks)[:, 0], np.asarray(trials.action)  # [row, lever], [row, time]
+    assert paid.min() >= 0.5
+    np.testing.assert_array_equal(trials.reward, np.take_along_axis(paid, action, 1))
+    np.testing.assert_array_equal(trials.cost, action == paid.argmax(1)[:, None])
+    np.testing.assert_array_equal(trials.final_observation[..., 0], action)
+    assert np.asarray(trials.truncated).nonzero()[1].tolist() == [9, 19] * 16
+
+    state = eqx.filter_eval_shape(algorithm.init, jax.random.key(0))
+    after, metrics = eqx.filter_eval_shape(algorithm.update, state)
+    shapes = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree) if hasattr(x, "shape")]  # noqa: E731
+    assert shapes(after) == shapes(state)
+    assert metrics["over_budget_by_bin"].shape == (5,)
 
 
 def test_proposition_1_draws_its_figure(tmp_path):

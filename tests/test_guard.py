@@ -38,6 +38,9 @@ def spec(action: Discrete | Box, unit: float = 1.0, most: float = 1.0) -> EnvSpe
     )  # fmt: skip
 
 
+make = eqx.filter_jit(Guard)  # in one program instead of one for each array
+
+
 def fit(guard: Guard, features, action, cost, done, steps: int = 400) -> Guard:
     """Learn from rows of play, [row, time, ...]."""
     known = jnp.ones(cost.shape, bool).at[:, -1].set(False) | done
@@ -57,6 +60,9 @@ def fit(guard: Guard, features, action, cost, done, steps: int = 400) -> Guard:
     return eqx.combine(learn(params, features, action, cost, done, known), static)
 
 
+judge = eqx.filter_jit(lambda guard, features, ctg, risk: guard.judge(features, ctg, risk))
+
+
 # -- what it predicts
 
 
@@ -73,7 +79,8 @@ def walk(rule, states: int, actions: int, rows: int = 64, steps: int = 24):
 
 def risks(guard: Guard, states: int, ctg: float = 0.0) -> np.ndarray:
     """[state, action]"""
-    return np.asarray(guard.judge(jnp.eye(states), jnp.full(states, ctg), 0.1).risk)
+    features, left = np.eye(states, dtype=np.float32), np.full(states, ctg, np.float32)
+    return np.asarray(judge(guard, features, left, 0.1).risk)
 
 
 def test_one_step_cannot_see_a_trap_that_springs_at_the_second_and_two_can():
@@ -81,7 +88,7 @@ def test_one_step_cannot_see_a_trap_that_springs_at_the_second_and_two_can():
     rule = lambda s, a: (int(a == 1), 0.0) if s == 0 else (0, 1.0)  # noqa: E731
     data = walk(rule, states=2, actions=2)
     one, two = (
-        fit(Guard(spec(Discrete(2)), width=2, choices=2, depth=depth, key=jax.random.key(depth)), *data)
+        fit(make(spec(Discrete(2)), width=2, choices=2, depth=depth, key=jax.random.key(depth)), *data)
         for depth in (1, 2)
     )
     np.testing.assert_allclose(risks(one, 2), [[0, 0], [1, 1]], atol=0.05)
@@ -103,18 +110,19 @@ def slopes():
 
 def test_a_body_with_momentum_must_brake_before_the_cost_is_one_step_away():
     rule = slopes()
-    data = walk(rule, states=30, actions=3, rows=200)
-    deep = fit(Guard(spec(Discrete(3)), width=30, choices=3, depth=3, key=jax.random.key(0)), *data, steps=400)
-    shallow = fit(Guard(spec(Discrete(3)), width=30, choices=3, depth=1, key=jax.random.key(0)), *data, steps=400)
+    data = walk(rule, states=30, actions=3, rows=100)
+    deep = fit(make(spec(Discrete(3)), width=30, choices=3, depth=3, key=jax.random.key(0)), *data, steps=400)
+    shallow = fit(make(spec(Discrete(3)), width=30, choices=3, depth=1, key=jax.random.key(0)), *data, steps=400)
     fast_at_4 = 3 * 4 + 2  # keeping its speed brings it to 6, too fast to stop there: braking ends at 7
     np.testing.assert_allclose(risks(shallow, 30)[fast_at_4], [0, 0, 0], atol=0.1)
     np.testing.assert_allclose(risks(deep, 30)[fast_at_4], [0, 1, 1], atol=0.1)
 
     def drive(guard: Guard) -> float:
         """The cost of always pushing where the guard lets it, with nothing left of the budget."""
+        row = np.eye(30, dtype=np.float32)
         state, total = 3, 0.0  # at rest at position 1
         for _ in range(8):
-            allowed = np.asarray(guard.judge(jnp.eye(30)[state], jnp.float32(0), 0.1).allowed)
+            allowed = np.asarray(judge(guard, row[state], np.float32(0), 0.1).allowed)
             state, cost = rule(state, int(np.flatnonzero(allowed)[-1]))
             total += cost
         return total
@@ -129,11 +137,12 @@ def test_real_valued_actions_and_costs():
     action = jnp.asarray(rng.uniform(-1, 1, (64, 16, 1)), jnp.float32)
     cost = jnp.maximum(action[..., 0], 0) / 2
     features, done = jnp.ones((64, 16, 2)), jnp.ones((64, 16), bool)
-    guard = Guard(spec(Box(1, -1.0, 1.0), unit=0.0, most=0.5), width=2, choices=0, depth=1, key=jax.random.key(0))
+    guard = make(spec(Box(1, -1.0, 1.0), unit=0.0, most=0.5), width=2, choices=0, depth=1, key=jax.random.key(0))
     assert (guard.unit, guard.thresholds) == (0.0625, 8)
     guard = fit(guard, features, action, cost, done, steps=800)
     candidates = jnp.array([[[-0.8], [0.1], [0.45], [0.9]]])
-    rate = lambda left: guard.rate(jnp.ones((1, 2)), candidates, jnp.array([left]))[0] > 0.5  # noqa: E731
+    chance = eqx.filter_jit(lambda left: guard.rate(jnp.ones((1, 2)), candidates, left[None])[0])
+    rate = lambda left: np.asarray(chance(np.float32(left))) > 0.5  # noqa: E731
     np.testing.assert_array_equal(rate(0.0), [False, True, True, True])
     np.testing.assert_array_equal(rate(0.125), [False, False, True, True])
     np.testing.assert_array_equal(rate(0.25), [False, False, False, True])
@@ -146,7 +155,7 @@ def test_an_episodes_end_ends_the_count():
     cost = jnp.tile(jnp.array([0.0, 1.0]), (8, 4))
     action = jnp.zeros((8, 8), jnp.int32)
     for done, expected in ((cost > 0, [0, 1]), (cost == 0, [0, 1])):
-        guard = Guard(spec(Discrete(1)), width=2, choices=1, depth=2, key=jax.random.key(0))
+        guard = make(spec(Discrete(1)), width=2, choices=1, depth=2, key=jax.random.key(0))
         found = risks(fit(guard, features, action, cost, done), 2)[:, 0]
         # where the episode ends after the free step, that step is safe; where it goes on, the cost is ahead
         np.testing.assert_allclose(found, expected if done[0, 0] else [1, 1], atol=0.05)
@@ -163,10 +172,10 @@ def test_the_rule_tolerates_the_risk_or_what_cannot_be_avoided():
 def test_every_action_is_allowed_while_the_budget_covers_what_can_come():
     guard = random_weights(functools.partial(Guard, spec(Discrete(4)), width=3, choices=4, depth=2), scale=5.0)
     features = jnp.asarray(np.random.default_rng(1).normal(size=(50, 3)), jnp.float32)
-    inside = guard.judge(features, jnp.full(50, 2.0), 1e-3)
+    inside = judge(guard, features, np.full(50, 2.0, np.float32), 1e-3)
     assert inside.allowed.all()
     assert (inside.risk == 0).all()
-    edge, spent = (guard.judge(features, jnp.full(50, ctg), 1e-3) for ctg in (0.9, -4.0))
+    edge, spent = (judge(guard, features, np.full(50, ctg, np.float32), 1e-3) for ctg in (0.9, -4.0))
     assert not edge.allowed.all()
     assert edge.allowed.any(-1).all()
     np.testing.assert_array_equal(edge.risk, spent.risk)  # overspent: as if nothing were left

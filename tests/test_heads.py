@@ -17,7 +17,7 @@ from safeicrl.envs.api import replace
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.envs.spaces import Box
 from safeicrl.errors import UserError
-from safeicrl.nets.heads import HIDDEN, LOG_STD, Categorical, Critic, Levels, PolicyNet, TanhNormal
+from safeicrl.nets.heads import HIDDEN, LOG_STD, Categorical, Critic, Distribution, Levels, PolicyNet, TanhNormal
 from safeicrl.nets.transformer import NetConfig, featurise
 from safeicrl.tokens import first_token
 from safeicrl.trial import run_trials, sample_queue
@@ -29,14 +29,23 @@ SMALL = NetConfig(width=16, layers=1, heads=2, dtype="float32")
 SAMPLES = 40_000
 
 
+@jax.jit
+def samples(distribution: Distribution) -> jax.Array:
+    """[sample, ...]"""
+    return jax.vmap(distribution.sample)(jax.random.split(jax.random.key(0), SAMPLES))
+
+
 def frequencies(distribution: Categorical) -> np.ndarray:
-    draw = jax.vmap(distribution.sample)(jax.random.split(jax.random.key(0), SAMPLES))
+    draw = samples(distribution)
     assert draw.dtype == jnp.int32
     return np.bincount(np.asarray(draw), minlength=len(P)) / SAMPLES
 
 
+log_prob = jax.jit(lambda distribution, action: distribution.log_prob(action))
+
+
 def probabilities(distribution: Categorical) -> np.ndarray:
-    return np.exp(distribution.log_prob(jnp.arange(len(P))))
+    return np.exp(log_prob(distribution, np.arange(len(P))))
 
 
 def test_categorical_log_probabilities_and_entropy():
@@ -68,7 +77,7 @@ def test_categorical_keeps_leading_axes():
     action = jnp.array([[0, 1, 2], [3, 0, 1]])
     log_p = np.asarray(logits) - np.log(np.exp(np.asarray(logits)).sum(-1, keepdims=True))
     expected = np.take_along_axis(log_p, np.asarray(action)[..., None], -1)[..., 0]
-    np.testing.assert_allclose(many.log_prob(action), expected, rtol=1e-5)
+    np.testing.assert_allclose(log_prob(many, action), expected, rtol=1e-5)
     shapes = jax.eval_shape(lambda: (many.sample(jax.random.key(0)), many.mode(), many.entropy()))
     assert [x.shape for x in shapes] == [(2, 3)] * 3
 
@@ -84,7 +93,7 @@ def squashed_log_density(action: np.ndarray, mean=MEAN, std=STD) -> np.ndarray:
 
 def test_tanh_normal_log_density():
     action = np.random.default_rng(0).uniform(-0.999, 0.999, (200, 2))
-    found = SQUASHED.log_prob(jnp.asarray(action, jnp.float32))
+    found = log_prob(SQUASHED, action.astype(np.float32))
     np.testing.assert_allclose(found, squashed_log_density(action), rtol=2e-3, atol=2e-3)
 
 
@@ -92,12 +101,12 @@ def test_tanh_normal_density_integrates_to_one():
     edges = np.linspace(-1, 1, 1201)
     middle = (edges[1:] + edges[:-1]) / 2
     grid = np.stack(np.meshgrid(middle, middle), -1)
-    density = np.exp(np.asarray(SQUASHED.log_prob(jnp.asarray(grid, jnp.float32)), np.float64))
+    density = np.exp(np.asarray(log_prob(SQUASHED, grid.astype(np.float32)), np.float64))
     assert density.sum() * (middle[1] - middle[0]) ** 2 == pytest.approx(1, abs=5e-3)
 
 
 def test_tanh_normal_samples_follow_its_density():
-    draw = np.asarray(jax.vmap(SQUASHED.sample)(jax.random.split(jax.random.key(0), SAMPLES)))
+    draw = np.asarray(samples(SQUASHED))
     for dimension in range(2):
         for point in (-0.9, -0.5, 0.0, 0.5, 0.9):
             expected = norm.cdf((np.arctanh(point) - MEAN[dimension]) / STD[dimension])
@@ -107,7 +116,7 @@ def test_tanh_normal_samples_follow_its_density():
     # the mean log-density of its own samples is minus the entropy of what was sampled
     entropy = (np.log(STD) + 0.5 * np.log(2 * np.pi * np.e)).sum()  # of the Gaussian ...
     entropy += np.log(1 - draw.astype(np.float64) ** 2).sum(-1).mean()  # ... moved by the squashing
-    assert -np.asarray(SQUASHED.log_prob(jnp.asarray(draw))).mean() == pytest.approx(entropy, abs=0.03)
+    assert -np.asarray(log_prob(SQUASHED, draw)).mean() == pytest.approx(entropy, abs=0.03)
 
 
 def test_tanh_normal_mode_and_entropy():
@@ -152,7 +161,7 @@ def test_actions_of_another_range_are_the_same_distribution_moved():
     np.testing.assert_allclose(moved.sample(key), 1 + 3 * np.asarray(SQUASHED.sample(key)), rtol=1e-6)
     np.testing.assert_allclose(moved.mode(), 1 + 3 * np.tanh(MEAN), rtol=1e-5)
     unit = np.random.default_rng(0).uniform(-0.99, 0.99, (200, 2))
-    found = moved.log_prob(jnp.asarray(1 + 3 * unit, jnp.float32))
+    found = log_prob(moved, (1 + 3 * unit).astype(np.float32))
     np.testing.assert_allclose(found, squashed_log_density(unit) - 2 * np.log(3), rtol=2e-3, atol=2e-3)
     for changed in (moved.tempered(0.5), moved.explored(jnp.float32(0.6))):
         assert (changed.centre, changed.half) == (1.0, 3.0)
@@ -219,18 +228,34 @@ VALUES = np.array([-2.0, 0.0, 2.0, 4.0])
 def test_levels_are_independent_and_evenly_spaced():
     np.testing.assert_allclose(STEPS.mode(), [-2.0, 4.0])
     np.testing.assert_allclose(STEPS.entropy(), -2 * (P * np.log(P)).sum(), rtol=1e-5)
-    pairs = jnp.asarray(np.stack(np.meshgrid(VALUES, VALUES, indexing="ij"), -1), jnp.float32)
-    every = Levels(
-        choice=Categorical(logits=jnp.broadcast_to(STEPS.choice.logits, (4, 4, 2, 4))), low=-2.0, high=4.0
-    )
-    np.testing.assert_allclose(np.exp(every.log_prob(pairs)), np.outer(P, P[::-1]), rtol=1e-5)
-    np.testing.assert_allclose(every.log_prob(pairs + 0.9), every.log_prob(pairs))  # the nearest level's
-    np.testing.assert_allclose(STEPS.log_prob(jnp.array([-9.0, 9.0])), np.log(P[0] ** 2), rtol=1e-5)
-    draws = np.asarray(jax.vmap(STEPS.sample)(jax.random.split(jax.random.key(0), SAMPLES)))
+    pairs = np.stack(np.meshgrid(VALUES, VALUES, indexing="ij"), -1).astype(np.float32)
+    every = Levels(choice=Categorical(logits=np.tile(STEPS.choice.logits, (4, 4, 1, 1))), low=-2.0, high=4.0)
+    np.testing.assert_allclose(np.exp(log_prob(every, pairs)), np.outer(P, P[::-1]), rtol=1e-5)
+    np.testing.assert_allclose(log_prob(every, pairs + 0.9), log_prob(every, pairs))  # the nearest level's
+    np.testing.assert_allclose(log_prob(STEPS, np.float32([-9.0, 9.0])), np.log(P[0] ** 2), rtol=1e-5)
+    draws = np.asarray(samples(STEPS))
     for value, p, q in zip(VALUES, P, P[::-1], strict=True):
         assert np.mean(draws[:, 0] == value) == pytest.approx(p, abs=5 * np.sqrt(0.25 / SAMPLES))
         assert np.mean(draws[:, 1] == value) == pytest.approx(q, abs=5 * np.sqrt(0.25 / SAMPLES))
     assert np.abs(np.corrcoef(draws.T)[0, 1]) < 5 / np.sqrt(SAMPLES)
+
+
+def test_levels_learn_where_the_reward_is():
+    """Policy gradients with the log-probabilities of what was sampled: both numbers end at the target's level."""
+
+    @jax.jit
+    def learn(logits):
+        def step(logits, key):
+            policy = lambda x: Levels(choice=Categorical(logits=jnp.tile(x, (64, 1, 1))), low=-2.0, high=4.0)  # noqa: E731
+            action = policy(logits).sample(key)
+            reward = -jnp.abs(action - jnp.array([2.2, -0.1])).sum(-1)
+            loss = lambda x: -(policy(x).log_prob(action) * (reward - reward.mean())).mean()  # noqa: E731
+            return logits - 0.3 * jax.grad(loss)(logits), None
+
+        return jax.lax.scan(step, logits, jax.random.split(jax.random.key(0), 100))[0]
+
+    learned = jax.nn.softmax(learn(jnp.zeros((2, 4))))
+    assert (np.asarray(learned)[[0, 1], [2, 1]] > 0.8).all()
 
 
 def test_levels_are_tempered_and_explored_number_by_number():
@@ -252,10 +277,9 @@ def test_divergence_is_zero_from_itself_and_by_hand_from_another():
 
 
 def test_a_policy_of_levels_starts_nearly_uniform():
-    net = PolicyNet(
-        NetConfig(width=16, layers=1, heads=2, levels=5, dtype="float32"), Push().spec, jax.random.key(0)
-    )
-    policy = net.distribution(jax.random.normal(jax.random.key(1), (50, 16)))
+    config = dataclasses.replace(SMALL, levels=5)
+    net = eqx.filter_jit(PolicyNet)(config, Push().spec, jax.random.key(0))
+    policy = eqx.filter_jit(net.distribution)(jax.random.normal(jax.random.key(1), (50, 16)))
     assert isinstance(policy, Levels)
     assert policy.choice.logits.shape == (50, 1, 5)
     assert (policy.low, policy.high) == (Push().spec.action.low, Push().spec.action.high)
@@ -264,11 +288,12 @@ def test_a_policy_of_levels_starts_nearly_uniform():
 
 def test_a_continuous_policy_keeps_its_spread_within_bounds():
     net = random_weights(PolicyNet, SMALL, Push().spec)
-    policy = net.distribution(jax.random.normal(jax.random.key(1), (50, 16)))
+    read, features = eqx.filter_jit(net.distribution), jax.random.normal(jax.random.key(1), (50, 16))
+    policy = read(features)
     assert isinstance(policy, TanhNormal)
     assert policy.mean.shape == policy.log_std.shape == (50, 1)
-    loud = jax.tree.map(lambda x: 1e4 * x, net.actor)
-    spread = np.asarray(net.distribution(jax.random.normal(jax.random.key(1), (50, 16)), loud).log_std)
+    loud = jax.tree.map(lambda x: 1e4 * np.asarray(x), net.actor)
+    spread = np.asarray(read(features, loud).log_std)
     assert spread.min() == LOG_STD[0]
     assert spread.max() == LOG_STD[1]
 
@@ -280,7 +305,7 @@ def test_a_privileged_critic_sees_the_task_of_each_steps_own_trial():
     rng = np.random.default_rng(0)
     features, tasks = rng.normal(size=(2, 5, 16)), rng.normal(size=(2, 3, spec.task_features))
     trial = np.array([[0, 0, 1, 2, 2], [0, 1, 1, 1, 2]])
-    found = critic(jnp.asarray(features, jnp.float32), jnp.asarray(tasks, jnp.float32), jnp.asarray(trial))
+    found = np.asarray(eqx.filter_jit(critic)(features.astype(np.float32), tasks.astype(np.float32), trial))
     for row in range(2):
         for t in range(5):
             hidden = features[row, t] @ np.asarray(critic.head.first.weight) + np.asarray(critic.head.first.bias)
@@ -295,5 +320,6 @@ def test_an_ordinary_critic_ignores_the_task():
     spec = SafeDarkRoom(size=2, obstacles=1).spec
     critic = random_weights(Critic, 16, spec, privileged=False)
     features, trial = jax.random.normal(jax.random.key(1), (2, 5, 16)), jnp.zeros((2, 5), jnp.int32)
-    one, other = (critic(features, jnp.full((2, 3, spec.task_features), x), trial) for x in (0.0, 5.0))
+    read = eqx.filter_jit(critic)
+    one, other = (read(features, np.full((2, 3, spec.task_features), x, np.float32), trial) for x in (0.0, 5.0))
     np.testing.assert_array_equal(one, other)

@@ -1,6 +1,7 @@
 """Learning histories on disk: what is written is read, group by group, and anything amiss is one line."""
 
 import json
+import warnings
 
 import numpy as np
 import pytest
@@ -198,12 +199,15 @@ def test_a_folder_of_another_request_is_left_alone(folder):
 
 
 def test_minari_gets_whole_episodes_with_costs(folder, tmp_path, monkeypatch):
-    pytest.importorskip("minari")
+    minari = pytest.importorskip("minari")
     pytest.importorskip("h5py")
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
     found = open_histories(folder)
-    assert export_minari(found, "safeicrl/fewer-v0", every=3).total_episodes == 3
-    dataset = export_minari(found, "safeicrl/tiny-v0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert export_minari(found, "safeicrl/fewer-v0", every=3).total_episodes == 3
+        dataset = export_minari(found, "safeicrl/tiny-v0")
+    assert minari.load_dataset("safeicrl/tiny-v0").recover_environment().unwrapped.env == found.env
     assert dataset.total_episodes == 8
     assert dataset.total_steps == 4 * 5
     first, second = list(dataset.iterate_episodes())[:2]

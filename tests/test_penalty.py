@@ -1,6 +1,8 @@
 """The constraint's machinery: numbers worked by hand, random trials, and Theorem 1 on a solved problem."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +18,30 @@ from safeicrl.trial import Episodes
 
 def episodes(costs, budgets, played=None, returns=None) -> Episodes:
     """A record of [trial, episode] lists; without `played` every episode was."""
-    costs = jnp.array(costs)
+    array = functools.partial(np.asarray, dtype=np.float32)
+    shape = np.shape(costs)
     return Episodes(
-        returns=jnp.zeros_like(costs) if returns is None else jnp.array(returns),
-        costs=costs,
-        lengths=jnp.ones_like(costs),
-        budgets=jnp.array(budgets),
-        played=jnp.ones(costs.shape, bool) if played is None else jnp.array(played),
+        returns=array(np.zeros(shape) if returns is None else returns),
+        costs=array(costs),
+        lengths=array(np.ones(shape)),
+        budgets=array(budgets),
+        played=np.ones(shape, bool) if played is None else np.array(played),
     )
 
 
+# Each in one program instead of one for each operation.
+constraint, surrogate, mean_of_max, max_of_means, hinge_by_bin, over_by_bin, in_bins = map(
+    jax.jit,
+    (
+        penalty.constraint, penalty.surrogate, penalty.mean_of_max, penalty.max_of_means, penalty.hinge_by_bin,
+        penalty.over_by_bin, penalty.in_bins,
+    ),
+)  # fmt: skip
+update_multiplier = jax.jit(penalty.update_multiplier, static_argnums=3)
+
+
 # One bin below budget 3, one from 3 on.
-EDGES = jnp.array([1.0, 3.0, 5.0])
+EDGES = np.array([1.0, 3.0, 5.0], np.float32)
 # Four trials of three episodes; the last trial was cut after its first.
 PLAYED = episodes(
     costs=[[3.0, 1.0, 0.0], [1.0, 2.0, 2.0], [9.0, 5.0, 0.0], [4.0, 0.0, 0.0]],
@@ -35,56 +49,56 @@ PLAYED = episodes(
     played=[[True] * 3, [True] * 3, [True] * 3, [True, False, False]],
     returns=[[1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [1.0, 2.0, 6.0], [5.0, 99.0, 99.0]],
 )
-NOBODY = dataclasses.replace(PLAYED, played=jnp.zeros((4, 3), bool))
+NOBODY = dataclasses.replace(PLAYED, played=np.zeros((4, 3), bool))
 # Excess:  [[2, 0, −1], [−1, 0, 0], [4, 0, −5], [1, ·, ·]]
 
 
 def test_hinge():
-    np.testing.assert_array_equal(penalty.hinge(jnp.array([-2.0, 0.0, 3.0])), [0, 0, 3])
+    np.testing.assert_array_equal(penalty.hinge(np.array([-2.0, 0.0, 3.0])), [0, 0, 3])
 
 
 def test_constraint_is_the_mean_excess_of_each_episode():
-    np.testing.assert_allclose(penalty.constraint(PLAYED), [(2 - 1 + 4 + 1) / 4, 0, (-1 + 0 - 5) / 3])
+    np.testing.assert_allclose(constraint(PLAYED), [(2 - 1 + 4 + 1) / 4, 0, (-1 + 0 - 5) / 3])
 
 
 def test_surrogate_charges_episodes_over_budget_and_credits_none_below():
-    found = penalty.surrogate(PLAYED, jnp.float32(0.5))
+    found = surrogate(PLAYED, np.float32(0.5))
     assert found == pytest.approx((2 + 2 + 4) - 0.5 * 1.5)
 
 
 def test_max_of_means_looks_at_every_episode_and_every_budget():
     # below 3: episodes [½, 0, −½]; from 3 on: [5/2, 0, −5]
-    assert penalty.max_of_means(PLAYED, EDGES) == pytest.approx(2.5)
+    assert max_of_means(PLAYED, EDGES) == pytest.approx(2.5)
     # in one bin the violation at the small budget is hidden by slack at the large one
     mixed = episodes(costs=[[3.0], [0.0]], budgets=[[1.0], [5.0]])
-    assert penalty.max_of_means(mixed, jnp.array([1.0, 5.0])) == pytest.approx(-1.5)
-    assert penalty.max_of_means(mixed, EDGES) == pytest.approx(2.0)
+    assert max_of_means(mixed, np.array([1.0, 5.0])) == pytest.approx(-1.5)
+    assert max_of_means(mixed, EDGES) == pytest.approx(2.0)
 
 
 def test_mean_of_max():
-    assert penalty.mean_of_max(PLAYED) == pytest.approx((2 + 0 + 4 + 1) / 4)
-    unplayed = dataclasses.replace(PLAYED, played=PLAYED.played.at[2].set(False))
-    assert penalty.mean_of_max(unplayed) == pytest.approx((2 + 0 + 1) / 3)
+    assert mean_of_max(PLAYED) == pytest.approx((2 + 0 + 4 + 1) / 4)
+    unplayed = dataclasses.replace(PLAYED, played=PLAYED.played & (np.arange(4) != 2)[:, None])
+    assert mean_of_max(unplayed) == pytest.approx((2 + 0 + 1) / 3)
 
 
 def test_by_bin():
-    np.testing.assert_allclose(penalty.hinge_by_bin(PLAYED, EDGES), [2 / 6, (4 + 1) / 4])
-    np.testing.assert_allclose(penalty.over_by_bin(PLAYED, EDGES), [1 / 6, 2 / 4])
-    np.testing.assert_array_equal(penalty.hinge_by_bin(PLAYED, jnp.array([0.0, 0.5, 9.0]))[0], 0)
+    np.testing.assert_allclose(hinge_by_bin(PLAYED, EDGES), [2 / 6, (4 + 1) / 4])
+    np.testing.assert_allclose(over_by_bin(PLAYED, EDGES), [1 / 6, 2 / 4])
+    np.testing.assert_array_equal(np.asarray(hinge_by_bin(PLAYED, np.array([0.0, 0.5, 9.0])))[0], 0)
 
 
 def test_a_sum_that_rounding_took_over_the_budget_is_not_over_it():
     rounded = episodes(costs=[[np.nextafter(np.float32(0.3), np.float32(1)), 0.3001]], budgets=[[0.3, 0.3]])
     assert rounded.costs[0, 0] > rounded.budgets[0, 0]
-    np.testing.assert_allclose(penalty.over_by_bin(rounded, jnp.array([0.0, 1.0])), [0.5])
+    np.testing.assert_allclose(over_by_bin(rounded, np.array([0.0, 1.0])), [0.5])
 
 
 def test_every_budget_is_in_exactly_one_bin():
-    budgets = jnp.array([0.0, 0.999, 1.0, 2.9, 3.0, 5.0, 5.001])
+    budgets = np.array([0.0, 0.999, 1.0, 2.9, 3.0, 5.0, 5.001])
     expected = [[1, 0], [1, 0], [1, 0], [1, 0], [0, 1], [0, 1], [0, 1]]
-    np.testing.assert_array_equal(penalty.in_bins(budgets, EDGES), expected)
-    same = penalty.in_bins(jnp.array([2.0, 1.9999999]), jnp.array([2.0, 2.0, 2.0]))
-    np.testing.assert_array_equal(same.sum(-1), 1)
+    np.testing.assert_array_equal(in_bins(budgets, EDGES), expected)
+    same = in_bins(np.array([2.0, 1.9999999]), np.array([2.0, 2.0, 2.0]))
+    np.testing.assert_array_equal(np.sum(same, -1), 1)
 
 
 @pytest.mark.parametrize(
@@ -98,21 +112,21 @@ def test_every_budget_is_in_exactly_one_bin():
 )
 def test_one_step_of_the_multiplier(change, signal):
     config = PenaltyConfig(step=0.1, bound=100.0, **change)
-    start = jnp.full(np.shape(signal), 1.0)
-    found = penalty.update_multiplier(start, PLAYED, EDGES, config)
+    start = np.full(np.shape(signal), 1.0, np.float32)
+    found = update_multiplier(start, PLAYED, EDGES, config)
     np.testing.assert_allclose(found, 1 + 0.1 * signal, rtol=1e-6)
 
 
 def test_the_multipliers_step_moves_over_the_run():
     """From 0.1 to 0.5: 0.3 half-way; the signal is 2.5."""
     config = PenaltyConfig(signal="max_of_means", step=0.1, final_step=0.5, bound=100.0)
-    moved = [penalty.update_multiplier(jnp.float32(1.0), PLAYED, EDGES, config, p) for p in (0.0, 0.5, 1.0)]
+    moved = [update_multiplier(np.float32(1.0), PLAYED, EDGES, config, p) for p in (0.0, 0.5, 1.0)]
     np.testing.assert_allclose(moved, [1 + 2.5 * 0.1, 1 + 2.5 * 0.3, 1 + 2.5 * 0.5], rtol=1e-6)
 
 
 def test_the_multiplier_is_projected_capped_and_moves_by_bounded_steps():
     move = lambda start, **change: np.asarray(  # noqa: E731
-        penalty.update_multiplier(jnp.asarray(start), PLAYED, EDGES, PenaltyConfig(dual="naive", **change))
+        update_multiplier(np.array(start, np.float32), PLAYED, EDGES, PenaltyConfig(dual="naive", **change))
     ).tolist()
     assert move([0.0, 0.0, 0.1], step=1.0, bound=100.0) == [1.5, 0.0, 0.0]
     assert move([0.0, 0.0, 5.0], step=1.0, bound=0.5) == [0.5, 0.0, 4.5]
@@ -121,8 +135,8 @@ def test_the_multiplier_is_projected_capped_and_moves_by_bounded_steps():
 
 @pytest.mark.parametrize("change", [{"signal": "max_of_means"}, {"signal": "mean_of_max"}, {"dual": "naive"}])
 def test_no_finished_episode_no_signal(change):
-    start = jnp.full(3, 1.0) if "dual" in change else jnp.float32(1.0)
-    found = penalty.update_multiplier(start, NOBODY, EDGES, PenaltyConfig(**change))
+    start = np.ones(3, np.float32) if "dual" in change else np.float32(1.0)
+    found = update_multiplier(start, NOBODY, EDGES, PenaltyConfig(**change))
     np.testing.assert_array_equal(found, start)
 
 
@@ -192,8 +206,9 @@ def test_excess_cost_sums_to_the_hinge_of_every_episode(played):
 
 def test_a_price_is_paid_for_cost_within_the_budget_only(played):
     trials, _, episodes = played
-    net = penalty.net_reward(trials, PenaltyConfig(price=0.5))
-    np.testing.assert_array_equal(penalty.net_reward(trials, PenaltyConfig()), trials.reward)
+    reward = jax.jit(penalty.net_reward, static_argnums=1)
+    net = np.asarray(reward(trials, PenaltyConfig(price=0.5)))
+    np.testing.assert_array_equal(reward(trials, PenaltyConfig()), trials.reward)
     for row, _, _, steps, _ in episodes:
         within = min(trials.cost[row, steps].sum(), trials.token.ctg[row, steps[0]])
         assert (trials.reward - net)[row, steps].sum() == pytest.approx(0.5 * within)
@@ -229,10 +244,13 @@ class Plans:
     def play(self, policy: jax.Array) -> Episodes:
         """Returns and costs whose means are the policy's expectations: one trial with just these."""
         gain = policy @ jnp.array(self.returns)
-        return episodes(
-            costs=(policy @ jnp.array(self.costs))[None],
-            budgets=[[self.budget, self.budget]],
-            returns=[[gain, 0.0]],  # all of it in the first episode: only the sum counts
+        costs = (policy @ jnp.array(self.costs))[None]
+        return Episodes(
+            returns=jnp.array([[gain, 0.0]]),  # all of it in the first episode: only the sum counts
+            costs=costs,
+            lengths=jnp.ones_like(costs),
+            budgets=jnp.full_like(costs, self.budget),
+            played=jnp.ones(costs.shape, bool),
         )
 
     def surrogate(self, policy: jax.Array, multiplier: jax.Array) -> jax.Array:
@@ -241,7 +259,7 @@ class Plans:
     def best(self, multiplier: jax.Array) -> jax.Array:
         """argmax_π L_Σ(π, λ). L_Σ is piecewise linear and all its corners lie on the grid, so this is exact."""
         values = jax.vmap(self.surrogate, (0, None))(GRID, multiplier)
-        return GRID[jnp.argmax(values)]
+        return jnp.asarray(GRID)[jnp.argmax(values)]
 
     def lagrangian_best(self, multipliers: jax.Array) -> jax.Array:
         """argmax_π L(π, λ) of the ordinary dual; linear, so one of the plans is best."""
@@ -250,6 +268,10 @@ class Plans:
 
     def iterate(self, start: jax.Array, config: PenaltyConfig, steps: int) -> tuple[np.ndarray, np.ndarray]:
         """Eq. 6 from λ₀; all policies and multipliers on the way."""
+        return jax.tree.map(np.asarray, self.program(config, steps)(start))
+
+    @functools.cache  # noqa: B019  two problems, and every start shares a program
+    def program(self, config: PenaltyConfig, steps: int) -> Callable[[jax.Array], tuple]:
         choose = self.best if config.dual == "exact" else self.lagrangian_best
 
         def step(multiplier: jax.Array, _: None) -> tuple:
@@ -258,11 +280,11 @@ class Plans:
             multiplier = penalty.update_multiplier(multiplier, self.play(policy), edges, config)
             return multiplier, (policy, multiplier)
 
-        _, path = jax.jit(lambda s: jax.lax.scan(step, s, length=steps))(jnp.asarray(start))
-        return jax.tree.map(np.asarray, path)
+        return jax.jit(lambda start: jax.lax.scan(step, start, length=steps)[1])
 
 
-GRID = jnp.array([(8 - i - j, i, j) for i in range(9) for j in range(9 - i)]) / 8  # policies in eighths, [45, 3]
+# policies in eighths, [45, 3]
+GRID = np.array([(8 - i - j, i, j) for i in range(9) for j in range(9 - i)], np.float32) / 8
 TIGHT = Plans()
 # A budget that no plan breaks: the best plan is optimal and no multiplier is needed.
 LOOSE = Plans(budget=5.0, optimum=(0.0, 0.0, 1.0), value=4.0, multipliers=(0.0, 0.0))
@@ -304,10 +326,11 @@ def test_theorem_1_any_multiplier_above_the_largest_is_a_fixed_point(multiplier)
 
 def test_theorem_1_at_the_largest_multiplier_itself_the_optimum_is_a_maximiser():
     """‖λ*‖∞ exactly: others tie with it, none beats it."""
-    best = jnp.float32(max(TIGHT.multipliers))
-    values = np.asarray(jax.vmap(TIGHT.surrogate, (0, None))(GRID, best))
+    best = np.float32(max(TIGHT.multipliers))
+    values = np.asarray(jax.jit(jax.vmap(TIGHT.surrogate, (0, None)))(GRID, best))
     assert values.max() == pytest.approx(TIGHT.value)
-    assert TIGHT.surrogate(jnp.array(TIGHT.optimum), best) == pytest.approx(TIGHT.value)
+    [own] = values[(TIGHT.optimum == GRID).all(-1)]
+    assert own == pytest.approx(TIGHT.value)
 
 
 @pytest.mark.parametrize("multiplier", [0.0, 0.3, 0.65, 0.7499])

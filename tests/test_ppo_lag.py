@@ -39,7 +39,7 @@ def run(env, config, tasks, limits, seed=0):
     learner = Learner(env, config)
     keys = jax.random.split(jax.random.key(seed), len(limits))
 
-    @functools.partial(jax.jit, compiler_options=OPTIMISED)
+    @functools.partial(jax.jit, compiler_options=OPTIMISED if config.iterations > 20 else None)
     def go(keys, tasks, limits):
         def body(states, _):
             states, _, metrics = jax.vmap(learner.iterate)(states, tasks, limits)
@@ -110,19 +110,20 @@ def test_advantages_bootstrap_a_truncated_episode_and_not_a_terminated_one():
     """Two environments, three steps; the critics say 2 (reward) and 3 (cost) everywhere."""
     config = PPOLagConfig(envs=2, steps=3, minibatches=1, discount=0.5, cost_discount=0.5, trace=0.5)
     learner = Learner(ROOM, config)
-    state = learner.init(jax.random.key(0), DETOUR)
-    nets = jax.tree.map(jnp.zeros_like, state.params.nets)
-    nets = eqx.tree_at(lambda n: n.biases[-1], nets, jnp.array([0.0, 2.0, 3.0])[:, None] * jnp.ones((3, 5)))
+    state = jax.jit(learner.init)(jax.random.key(0), DETOUR)
+    nets = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state.params.nets)
+    biases = np.float32([0.0, 2.0, 3.0])[:, None] * np.ones((3, 5), np.float32)
+    nets = eqx.tree_at(lambda n: n.biases[-1], nets, biases)
     state = replace(state, params=replace(state.params, nets=nets))
-    flags = lambda *rows: jnp.array(rows, bool)  # noqa: E731  [time, env]
-    zeros = jnp.zeros((3, 2))
+    flags = lambda *rows: np.array(rows, bool)  # noqa: E731  [time, env]
+    zeros, each = np.zeros((3, 2), np.float32), np.eye(3, dtype=np.float32)[..., None]
     played = Rollout(
-        observation=jnp.zeros((3, 2, 2), jnp.int32), action=jnp.zeros((3, 2), jnp.int32),
-        reward=zeros.at[1].set(1.0), cost=zeros.at[2, 0].set(1.0),
+        observation=np.zeros((3, 2, 2), np.int32), action=np.zeros((3, 2), np.int32),
+        reward=zeros + each[1], cost=zeros + each[2] * [1, 0],
         terminated=flags([0, 0], [1, 0], [0, 0]), truncated=flags([0, 0], [0, 1], [0, 0]),
-        final_observation=jnp.ones((3, 2, 2), jnp.int32), log_prob=zeros, returns=zeros, costs=zeros,
+        final_observation=np.ones((3, 2, 2), np.int32), log_prob=zeros, returns=zeros, costs=zeros,
     )  # fmt: skip
-    batch, scale = learner.prepare(state, played, jnp.float32(0.5))
+    batch, scale = jax.tree.map(np.asarray, jax.jit(learner.prepare)(state, played, np.float32(0.5)))
     # reward: errors −1, (1 − 2 terminated | 1 + 1 − 2 truncated), −1; step 0 adds ¼ of step 1's
     reward = np.array([[-1.25, -1.0], [-1.0, 0.0], [-1.0, -1.0]])
     cost = np.array([[-1.5 - 0.75, -1.5 - 0.375], [-3.0, -1.5], [-0.5, -1.5]])
@@ -174,7 +175,8 @@ def test_looking_up_cells_beside_others_is_evaluating_each_step_alone(monkeypatc
     monkeypatch.setattr(lagrangian, "TABLE", 0)
     learner = Learner(ROOM, TINY)
     assert learner.cells is None
-    state, step = learner.init(jax.random.split(jax.random.key(0), 3)[1], DETOUR), jax.jit(learner.iterate)
+    state = jax.jit(learner.init)(jax.random.split(jax.random.key(0), 3)[1], DETOUR)
+    step = jax.jit(learner.iterate)
     for iteration in range(TINY.iterations):
         state, played, alone = step(state, DETOUR, jnp.float32(1.0))
         assert float(alone["return"]) == pytest.approx(metrics["return"][iteration, 1])
@@ -185,11 +187,12 @@ def test_looking_up_cells_beside_others_is_evaluating_each_step_alone(monkeypatc
 
 def test_values_stay_the_same_when_their_unit_changes():
     learner = Learner(ROOM, TINY)
-    state = learner.init(jax.random.key(0), DETOUR)
+    state = jax.jit(learner.init)(jax.random.key(0), DETOUR)
     where = jnp.array([[0, 0], [2, 3]])
     scale = jnp.array([4.0, 0.5])
     other = replace(state, scale=scale, params=lagrangian.rescale(state.params, state.scale / scale))
-    np.testing.assert_allclose(learner.values(other, where), learner.values(state, where), rtol=1e-5)
+    values = jax.jit(learner.values)
+    np.testing.assert_allclose(values(other, where), values(state, where), rtol=1e-5)
     np.testing.assert_array_equal(other.params.nets.weights[-1][0], state.params.nets.weights[-1][0])
 
 
@@ -198,8 +201,9 @@ def test_the_normaliser_is_the_mean_and_variance_of_all_it_saw():
     parts = [rng.normal(3, 2, (n, 4, 2)).astype(np.float32) for n in (5, 1, 20)]
     normaliser = Normaliser.start(2)
     np.testing.assert_allclose(normaliser(jnp.array([2.0, -3.0])), [2.0, -3.0], rtol=1e-5)
+    update = jax.jit(Normaliser.update)
     for part in parts:
-        normaliser = normaliser.update(jnp.asarray(part))
+        normaliser = update(normaliser, part)
     seen = np.concatenate(parts).reshape(-1, 2)
     np.testing.assert_allclose(normaliser.mean, seen.mean(0), rtol=1e-5)
     np.testing.assert_allclose(normaliser.variance, seen.var(0), rtol=1e-4)
@@ -260,11 +264,12 @@ def test_many_tasks_are_not_for_it():
 
 def test_it_reports_what_every_algorithm_does():
     algorithm = PPOLag(FIXED, TINY)
-    state, metrics = jax.jit(algorithm.update)(algorithm.init(jax.random.key(0)))
+    init = jax.jit(algorithm.init)
+    state, metrics = jax.jit(algorithm.update)(init(jax.random.key(0)))
     assert set(METRICS) <= set(metrics)
     assert float(metrics["env_steps"]) == 4 * 8
     assert float(metrics["budget"]) == 1.0
-    began = algorithm.start_from(algorithm.init(jax.random.key(1)), state)
+    began = algorithm.start_from(init(jax.random.key(1)), state)
     assert began.params is state.params
     assert float(began.multiplier) == TINY.multiplier
 

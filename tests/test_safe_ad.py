@@ -283,8 +283,8 @@ def casino_histories(rows=64, steps=120, seed=0):
 
 def test_an_improving_history_is_learned_and_continued():
     env = Casino(steps=1, episodes=10)
-    net = DecisionConfig(embedding=8, width=32, layers=2, heads=2, context=12, attention_dropout=0.0)
-    config = SafeADConfig(iterations=5, updates=80, batch=64, warmup=20, stride=6, learning_rate=3e-3, net=net)
+    net = DecisionConfig(embedding=8, width=16, layers=1, heads=2, context=12, attention_dropout=0.0)
+    config = SafeADConfig(iterations=4, updates=60, batch=32, warmup=20, stride=6, learning_rate=3e-3, net=net)
     algo = SafeAD(env, config, casino_histories())
     update = eqx.filter_jit(lambda algo, state: algo.update(state), compiler_options=OPTIMISED)
     state, losses = eqx.filter_jit(algo.init)(jax.random.key(0)), []

@@ -35,8 +35,8 @@ PENALTY = PenaltyConfig(step=0.2, tolerance=0.02)
 def config(optimiser: str, **changes: Any) -> ScaredConfig:
     """Settings for tiny worlds: a minute of a laptop's time is plenty for them."""
     quick = ScaredConfig(
-        iterations=100,
-        rows=128 if optimiser == "ppo" else 64,
+        iterations=100 if optimiser == "ppo" else 60,
+        rows=128 if optimiser == "ppo" else 32,
         queue=1,
         segments=1,
         budget_power=1.0,
@@ -44,7 +44,7 @@ def config(optimiser: str, **changes: Any) -> ScaredConfig:
         penalty=PENALTY,
         optimiser=optimiser,  # type: ignore[arg-type]
         ppo=PPOConfig(minibatch=32, learning_rate=(5e-3, 5e-4), entropy=(0.02, 0.0), discount=0.99),
-        ddpg=DDPGConfig(learning_rate=2e-3, updates=16, capacity=1024, target_rate=0.02, trust=0.3, entropy=0.001),
+        ddpg=DDPGConfig(learning_rate=2e-3, updates=16, capacity=512, target_rate=0.02, trust=0.3, entropy=0.001),
     )
     return dataclasses.replace(quick, **changes)
 
@@ -60,9 +60,10 @@ class Fit:
 
 
 @functools.cache
-def fit(env: Any, optimiser: str, seed: int = 0, levels: int = 0) -> Fit:
-    algorithm = Scared(env, config(optimiser, net=dataclasses.replace(TINY, levels=levels)))
-    state = eqx.filter_jit(algorithm.init)(jax.random.key(seed))
+def fit(env: Any, optimiser: str, batch: int = 16) -> Fit:
+    settings = config(optimiser)
+    algorithm = Scared(env, dataclasses.replace(settings, ddpg=dataclasses.replace(settings.ddpg, batch=batch)))
+    state = eqx.filter_jit(algorithm.init)(jax.random.key(0))
     update = eqx.filter_jit(algorithm.update, compiler_options=OPTIMISED)
     history = []
     for _ in range(algorithm.config.iterations):
@@ -88,22 +89,11 @@ def test_the_good_arm_is_found_in_context_and_pulled_exactly_as_often_as_the_bud
     assert found.returns[budget > 0, -1].mean() > found.returns[budget > 0, 0].mean() + 0.25
 
 
-def test_actions_in_levels():
-    """The target lies on one of nine levels; every throw does, and from the second on the right one."""
-    env = Throw()
-    run = fit(env, "ppo", levels=9)
-    agent, _ = with_options(env, run.algorithm.agent(run.state), greedy=True)
-    found = evaluate(env, agent, tasks=500, budgets=(0.5, 1.0), segments=1)
-    assert set(np.unique(found.costs)) <= {0.0, 0.25, 0.5, 0.75, 1.0}
-    assert found.returns[:, -1].mean() > 0.95
-    assert found.returns[:, 0].mean() < 0.6
-
-
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
 def test_real_valued_actions_and_costs(optimiser):
     """The side of the target is read off the first throw; on the right side the budget is what limits the throw."""
     env = Throw()
-    run = fit(env, optimiser)
+    run = fit(env, optimiser, batch=32)
     agent, _ = with_options(env, run.algorithm.agent(run.state), greedy=True)
     found = evaluate(env, agent, tasks=500, segments=1)
     excess = np.maximum(found.costs - found.budgets[:, None], 0)
@@ -120,9 +110,9 @@ def test_a_run_reports_itself(optimiser):
     history = fit(Casino(), optimiser).history
     assert set(METRICS) | {"actor_loss", "reward_critic_loss", "cost_critic_loss", "entropy"} <= set(history)
     assert all(np.isfinite(x).all() for x in history.values())
-    rows = fit(Casino(), optimiser).algorithm.config.rows
-    assert (history["env_steps"] == rows * 4 * 3).all()
-    assert history["over_budget_by_bin"].shape == (100, 5)
+    settings = fit(Casino(), optimiser).algorithm.config
+    assert (history["env_steps"] == settings.rows * 4 * 3).all()
+    assert history["over_budget_by_bin"].shape == (settings.iterations, 5)
     # the first policy is uniform: two of three arms cost 1, and a mean budget of 2 of 0 … 4
     assert history["entropy"][0] == pytest.approx(np.log(3), abs=0.05)
     assert history["cost"][0] == pytest.approx(4 * 2 / 3, abs=0.3)
@@ -334,8 +324,8 @@ def test_gradients_are_clipped_by_their_common_norm():
     """(3, 4) has norm 5. Clipped to 5e-5, Adam's first step with ε = 1e-5 is g / (|g| + ε) = 3/4 and 4/5."""
     settings = PPOConfig(learning_rate=(0.1, 0.1), warmup=0, max_grad=5e-5, minibatch=8)
     optimiser = PPO(ROOM, TINY, PenaltyConfig(), settings, iterations=1, rows=ROWS).optimiser
-    grads = {"a": jnp.array([[3.0]]), "b": jnp.array([4.0, 0.0])}
-    updates, _ = optimiser.update(grads, optimiser.init(grads))
+    grads = {"a": np.float32([[3.0]]), "b": np.float32([4.0, 0.0])}
+    updates, _ = jax.jit(lambda g: optimiser.update(g, optimiser.init(g)))(grads)
     np.testing.assert_allclose(updates["a"], [[-0.1 * 3 / 4]], rtol=1e-4)
     np.testing.assert_allclose(updates["b"], [-0.1 * 4 / 5, 0], rtol=1e-4)
 
@@ -448,10 +438,10 @@ def test_some_episodes_begin_overspent():
 
 def test_overspent_episodes_are_learned_from_but_neither_reported_nor_judged():
     """All of them overspent: none counts in the log, λ gets no signal, and yet costly arms are unlearned."""
-    penalty = dataclasses.replace(PENALTY, initial=1.0)
-    algorithm = Scared(Casino(), config("ppo", spent=1.0, penalty=penalty, iterations=30))
+    small = dataclasses.replace(config("ppo").ppo, minibatch=8)
+    algorithm = Scared(Casino(), config("ppo", spent=1.0, iterations=30, rows=32, ppo=small))
     state, update = eqx.filter_jit(algorithm.init)(jax.random.key(0)), eqx.filter_jit(algorithm.update)
-    costs = []
+    state, costs = replace(state, multiplier=jnp.float32(1.0)), []
     for _ in range(30):
         state, metrics = update(state)
         costs.append(float(metrics["cost_spent"]))
@@ -468,7 +458,7 @@ def test_a_budget_of_zero_is_not_overspent():
     hidden, budgets = jax.jit(algorithm.draw)(jax.random.key(1))
     agent = algorithm.agent(eqx.filter_jit(algorithm.init)(jax.random.key(0)))
     trials = algorithm.play(agent, hidden, jnp.zeros_like(budgets), jax.random.key(2))
-    found = summary(episode_sums(trials, algorithm.episodes))
+    found = jax.jit(lambda t: summary(episode_sums(t, algorithm.episodes)))(trials)
     assert found["over_budget"] > 0.4
     assert found["cost_spent"] == 0
 
@@ -501,7 +491,7 @@ def test_the_multiplier_may_follow_replay():
 def test_more_segments_than_steps():
     """The replay's example is what `play` returns, traced at once."""
     algorithm = Scared(Throw(), config("ddpg", segments=9))
-    assert algorithm.optimiser.example.trials.reward.shape == (64, 4)
+    assert algorithm.optimiser.example.trials.reward.shape == (32, 4)
 
 
 def test_the_papers_form_of_the_off_policy_optimiser():
@@ -519,7 +509,7 @@ def test_the_papers_form_of_the_off_policy_optimiser():
         (lambda: config("ppo", budget_power=0.0), "budget_power must be a finite number > 0.0, got 0.0"),
         (
             lambda: config("ddpg", rows=2048),
-            "ddpg.capacity must be at least the rows of an iteration, got 1024 < 2048",
+            "ddpg.capacity must be at least the rows of an iteration, got 512 < 2048",
         ),
         (
             lambda: config("ppo", penalty=PenaltyConfig(source="replay")),

@@ -17,7 +17,7 @@ from safeicrl.agents.reference import RandomAgent
 from safeicrl.algos.scared import Scared, ScaredConfig, ScaredState
 from safeicrl.envs.api import record, replace
 from safeicrl.envs.dark_room import SafeDarkRoom
-from safeicrl.envs.faults import NO_FAULT, NONE, refuse_fault
+from safeicrl.envs.faults import NO_FAULT, NONE, first_of, refuse_fault
 from safeicrl.envs.spaces import Box
 from safeicrl.errors import LARGEST, UserError, check_seed
 from safeicrl.evaluation.archive import load_results, save_results
@@ -31,7 +31,7 @@ from safeicrl.histories.windows import make_windows
 from safeicrl.log import read_metrics
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
-from safeicrl.optimisers import lagrangian
+from safeicrl.optimisers import episodes, lagrangian
 from safeicrl.policies import checkpoint
 from safeicrl.policies.policy import Policy
 from safeicrl.train import EvalConfig, TrainConfig, train
@@ -79,6 +79,22 @@ def test_a_learner_of_one_task_finds_it_too():
     found = lagrangian.first_fault(replace(played, cost=zeros.at[3, 1].set(-2.0)))
     with pytest.raises(UserError, match=r"probe gave cost -2 \(step 4\)"):
         refuse_fault(np.asarray(found), "probe")
+
+
+def test_learners_that_play_whole_episodes_find_it_too():
+    zeros = jnp.zeros((2, 3, 4))  # [task, episode, time]
+    going = jnp.arange(4) < 3
+    played = episodes.Played(
+        observation=jnp.zeros((2, 3, 4, 1)), action=zeros, reward=zeros, cost=zeros,
+        valid=jnp.broadcast_to(going, zeros.shape),
+    )  # fmt: skip
+    find = jax.jit(lambda played: (episodes.first_fault(played), first_of(episodes.first_fault(played))))
+    assert find(played)[1][0] == NONE
+    assert find(replace(played, cost=zeros.at[..., 3].set(-1.0)))[1][0] == NONE  # after the episode's end
+    each, first = find(replace(played, cost=zeros.at[1, 2, 1].set(-1.0)))
+    assert each[:, 0].tolist() == [NONE, 0]
+    with pytest.raises(UserError, match=r"probe gave cost -1 \(task 1, episode 3, step 2\)"):
+        refuse_fault(np.asarray(first), "probe", [f"task {int(first[1])}"])
 
 
 class Idle:

@@ -36,7 +36,7 @@ def assert_frequencies(counts: np.ndarray, probabilities: np.ndarray) -> None:
 def rooms() -> dict:
     env = SafeDarkRoom()
     keys = jax.random.split(jax.random.key(0), 20_000)
-    sample = lambda split: jax.vmap(lambda key: env.sample_task(key, split))(keys)  # noqa: E731
+    sample = lambda split: jax.jit(jax.vmap(lambda key: env.sample_task(key, split)))(keys)  # noqa: E731
     return {split: jax.tree.map(np.asarray, sample(split)) for split in ("train", "test")}
 
 
@@ -59,7 +59,7 @@ def test_a_single_obstacle_follows_the_formula_around_the_goal(split, sign):
     """With the goal known, one obstacle ∝ the same weights on the cells left."""
     env = SafeDarkRoom(size=5, obstacles=1)
     keys = jax.random.split(jax.random.key(1), 40_000)
-    tasks = jax.tree.map(np.asarray, jax.vmap(lambda key: env.sample_task(key, split))(keys))
+    tasks = jax.tree.map(np.asarray, jax.jit(jax.vmap(lambda key: env.sample_task(key, split)))(keys))
     goal = 1  # cell (0, 1)
     counts = tasks.obstacles[tasks.goal == goal].sum(axis=0)
     assert_frequencies(counts, cell_probabilities(5, 0.5, sign, excluded=((2, 2), (0, 1))))
@@ -69,7 +69,7 @@ def test_obstacles_are_drawn_one_after_another():
     """Two of three cells: P(first = i) = w_i, P(second = j | i) = w_j / (1 − w_i)."""
     weights = np.array([0.5, 0.3, 0.2])
     keys = jax.random.split(jax.random.key(2), 50_000)
-    draw = jax.vmap(lambda key: spawn.sample_cells(key, jnp.log(jnp.asarray(weights)), 2))
+    draw = jax.jit(jax.vmap(lambda key: spawn.sample_cells(key, jnp.log(jnp.asarray(weights)), 2)))
     pairs = np.asarray(draw(keys))
     counts = np.zeros((3, 3))
     np.add.at(counts, (pairs[:, 0], pairs[:, 1]), 1)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from networks import random_weights
 from probe import OPTIMISED, Push
 
 from safeicrl.agents.reference import RandomAgent
@@ -23,6 +24,7 @@ from safeicrl.envs.registry import make_env
 from safeicrl.envs.spaces import Box
 from safeicrl.envs.wrappers import Revealed
 from safeicrl.errors import Approximation, UserError
+from safeicrl.evaluation import evaluate as evaluation
 from safeicrl.evaluation.archive import load_results, save_results
 from safeicrl.evaluation.evaluate import evaluate
 from safeicrl.evaluation.results import Results
@@ -40,7 +42,7 @@ from safeicrl.recipes.recipe import load_experiment
 from safeicrl.show import demo
 from safeicrl.show.shoot import shoot_robot
 from safeicrl.train import train
-from safeicrl.trial import episode_sums, run_trials, sample_queue
+from safeicrl.trial import Episodes, episode_sums, run_trials, sample_queue
 
 # -- the revealed environment
 
@@ -48,16 +50,16 @@ from safeicrl.trial import episode_sums, run_trials, sample_queue
 def test_a_revealed_environment_adds_the_task_to_what_is_seen_and_changes_nothing_else():
     plain, told = make_env("safe-dark-point"), make_env("revealed", name="safe-dark-point")
     task_key, reset_key, step_key = jax.random.split(jax.random.key(3), 3)
-    task = told.sample_task(task_key, "test")
-    np.testing.assert_array_equal(task.hazards, plain.sample_task(task_key, "test").hazards)
+    task, same = (jax.jit(env.sample_task, static_argnums=1)(task_key, "test") for env in (told, plain))
+    np.testing.assert_array_equal(task.hazards, same.hazards)
     features = np.concatenate([task.goal, np.asarray(task.hazards).ravel()])
     assert told.spec.observation == Box(12 + 18)
     assert dataclasses.replace(told.spec, observation=plain.spec.observation) == plain.spec
 
-    (state, seen), (_, own) = told.reset(reset_key, task), plain.reset(reset_key, task)
+    (state, seen), (_, own) = (jax.jit(env.reset)(reset_key, task) for env in (told, plain))
     np.testing.assert_allclose(seen, np.concatenate([own, features]), rtol=1e-6)
-    action = jnp.array([1.0, 0.3])
-    after, before = told.step(step_key, state, action, task)[1], plain.step(step_key, state, action, task)[1]
+    action = np.array([1.0, 0.3], np.float32)
+    after, before = (jax.jit(env.step)(step_key, state, action, task)[1] for env in (told, plain))
     np.testing.assert_allclose(after.observation, np.concatenate([before.observation, features]), rtol=1e-6)
     assert (after.reward, after.cost, after.truncated) == (before.reward, before.cost, before.truncated)
 
@@ -234,26 +236,19 @@ def test_the_exported_policies_are_the_shipped_ones():
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_the_shipped_policies_met_the_bars(world):
-    """The targets in docs/lab.md, by the stored evaluations; the card describes the same evaluation."""
-    folder = RESULTS / WORLDS[world]
-    found, upper, lower = (load_results(folder / name) for name in ("policy", "privileged", "memoryless"))
-    assert found.returns.shape[0] >= 200
-    assert len(np.unique(found.budgets)) == 100
-    assert relative(found, upper=upper, lower=lower).score > 0.7
-    assert found.over.mean() < 0.05
-    assert found.over[:, -5:].mean() < 0.03
-    assert found.costs[:, -5:].mean() < min(found.costs[:, 0].mean(), found.costs[:, :5].mean())
-    shipped = load_policy(WORLDS[world]).card
+def test_the_stored_evaluations_are_of_the_shipped_policies(world):
+    """What the documents quote was measured on these policies; tests/test_shipped.py plays them again."""
+    folder, shipped = RESULTS / WORLDS[world], load_policy(WORLDS[world]).card
+    found = load_results(folder / "policy")
     assert shipped["evaluation"]["summary"]["total_return"] == pytest.approx(summarise(found).total_return)
     # Car, slow in MuJoCo, has one budget a task; the others' tasks were met under small and large ones
     by_budget = found if world == "car" else load_results(folder / "by-budget")
     assert by_budget.budgets_per_task == (1 if world == "car" else 9)
-    totals = list(summarise(by_budget).by_budget.values())
-    assert totals == sorted(totals)
     for each in (found, by_budget, load_results(folder / "wiped")):
         for what in ("training", "averaged_with"):
             assert each.meta["card"].get(what) == shipped.get(what)
+    upper, lower = (load_results(folder / name) for name in ("privileged", "memoryless"))
+    relative(found, upper=upper, lower=lower)  # refused unless all three met the same tasks and budgets
 
 
 def traced(experiment: Any) -> tuple[Any, Any]:
@@ -303,12 +298,22 @@ def test_a_start_of_another_size_is_refused(net, words, runs, tmp_path):
     settings = dataclasses.replace(whole.train, start=str(folder))
     with pytest.raises(UserError, match=words):
         train(dataclasses.replace(whole, algo=algo).build(), settings, out=tmp_path / "new")
-    with pytest.raises(UserError, match="takes the folder of a training run; safe-dark-point is not a folder"):
+    with pytest.raises(UserError, match="safe-dark-point has width 64, this run has"):
         train(whole.build(), dataclasses.replace(settings, start="safe-dark-point"), out=tmp_path / "new")
 
 
-def test_an_approximation_is_said_to_be_one_and_not_compared_with_the_real_one():
+def play_nothing(monkeypatch: pytest.MonkeyPatch, tasks: int, episodes: int) -> None:
+    """Let evaluations find trials in which nothing happened."""
+    nothing = np.zeros((tasks, episodes), np.float32)
+    sums = Episodes(returns=nothing, costs=nothing, lengths=nothing, budgets=nothing, played=nothing > 0)
+    monkeypatch.setattr(evaluation, "_sample", lambda *_: nothing)
+    monkeypatch.setattr(evaluation, "_play", lambda *_, **__: sums)
+
+
+def test_an_approximation_is_said_to_be_one_and_not_compared_with_the_real_one(monkeypatch):
+    """By what an evaluation says of its world; nothing is played."""
     small = {"max_steps": 2, "episodes": 1}
+    play_nothing(monkeypatch, tasks=2, episodes=1)
     args = ("engine=planar", "max_steps=2", "episodes=1")
     found = []
     for robot, env, remedy in (
@@ -345,7 +350,7 @@ def test_the_shipped_point_learns_arenas_in_context_and_searches_by_its_budget()
     @functools.partial(eqx.filter_jit, compiler_options=OPTIMISED)
     def play(agent: Any, low: jax.Array, key: jax.Array) -> Any:
         tasks, extra = sample_queue(policy.env, "test", (0.0, 4.0), (24, 1), key)
-        trials = run_trials(policy.env, agent, tasks, low + extra, key, episodes=6, steps=450, segments=2)
+        trials = run_trials(policy.env, agent, tasks, low + extra, key, episodes=6, steps=450)
         return episode_sums(trials, 6)
 
     small, large = (play(policy.agent, jnp.float32(low), jax.random.key(1)) for low in (10, 45))
@@ -363,11 +368,18 @@ def test_a_policy_is_shown_in_its_own_world_only(runs):
         demo.contenders(world="pint")
 
 
-def test_the_demo_of_a_world_with_other_parameters_shows_the_random_agent(tmp_path):
-    env = make_env("safe-dark-point", max_steps=3, episodes=2)
+def test_the_demo_of_a_world_with_other_parameters_shows_the_random_agent(tmp_path, monkeypatch):
+    """In that world, with a film at the middle of the budgets; the preset's test above shoots a real one."""
+    env, shot = make_env("safe-dark-point", max_steps=3, episodes=2), []
+    play_nothing(monkeypatch, tasks=3, episodes=2)
+    monkeypatch.setattr(demo, "shoot_robot", lambda star, budget, **_: shot.append((star.label, star.env, budget)))
+    monkeypatch.setattr(demo, "save_film", lambda _, path: path)
     files = demo.run(tmp_path, world="safe-dark-point", tasks=3, env=env)
-    assert {"one-task.gif", "episodes.png", "random.npz"} <= {file.name for file in files}
-    assert all(file.stat().st_size > 100 for file in files)
+    assert shot == [("random", env, 30.0)]
+    drawn = {"episodes.png", "budgets.png", "over-budget.png"}
+    assert {file.name for file in files} == {"one-task.gif", "random.npz", "random.json", *drawn}
+    assert all((tmp_path / name).stat().st_size > 1000 for name in drawn)
+    assert load_results(tmp_path / "random").returns.shape == (3, 2)
 
 
 def test_positions_are_drawn_where_they_are():
@@ -467,14 +479,20 @@ def test_critics_see_exact_actions_in_units_of_their_range():
         def spec(self) -> EnvSpec:
             return dataclasses.replace(super().spec, action=Box(1, 2.0, 6.0))
 
-    narrow, wide = (Critics(4, env.spec, 2, True, jax.random.key(0)) for env in (Push(), Wide()))
-    features = jax.random.normal(jax.random.key(1), (1, 2, 4)).astype(jnp.bfloat16)
-    seen = Seen(task=jnp.ones((1, 1, 1)), trial=jnp.zeros((1, 2), int))
-    unit = jnp.array([[[0.5], [0.5 + 2.0**-12]]])  # one number in bfloat16, which has eight bits
-    q, same = narrow.taken(features, seen, unit), wide.taken(features, seen, 4.0 + 2.0 * unit)
+    narrow, wide = (random_weights(Critics, 4, env.spec, 2, True) for env in (Push(), Wide()))
+    values = np.random.default_rng(1).normal(size=(1, 2, 4))
+    seen = Seen(task=np.ones((1, 1, 1), np.float32), trial=np.zeros((1, 2), int))
+    unit = np.array([[[0.5], [0.5 + 2.0**-12]]], np.float32)  # one number in bfloat16, which has eight bits
+
+    @eqx.filter_jit
+    def taken(critics: Critics, values: np.ndarray, action: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        """Q of the action, and its slope."""
+        features = jnp.asarray(values).astype(jnp.bfloat16)
+        q = lambda a: critics.taken(features, seen, a)  # noqa: E731
+        return q(action), jax.grad(lambda a: q(a).sum())(action)
+
+    (q, slope), (same, _) = taken(narrow, values, unit), taken(wide, values, 4.0 + 2.0 * unit)
     np.testing.assert_allclose(q, same, rtol=1e-5)
-    slope = jax.grad(lambda a: narrow.taken(features, seen, a).sum())(unit)
     assert slope.dtype == jnp.float32
-    again = jnp.broadcast_to(features[:, :1], features.shape)
-    first, second = narrow.taken(again, seen, unit)[0, 0]
+    first, second = np.asarray(taken(narrow, values[:, [0, 0]], unit)[0])[0, 0]
     assert first != second

@@ -9,6 +9,9 @@ from safeicrl.version import VERSION as __version__
 # The public names and where they live. Imported when first used: plots and reports run without JAX.
 _PUBLIC = {
     "UserError": "errors",
+    "from_gymnasium": "envs.from_gymnasium",
+    "from_gymnax": "envs.from_gymnax",
+    "load_metrics": "evaluation.frames",
     "load_policy": "policies.policy",
     "load_results": "evaluation.archive",
     "make_env": "envs.registry",
@@ -21,6 +24,9 @@ _PUBLIC = {
 __all__ = [
     "UserError",
     "__version__",
+    "from_gymnasium",
+    "from_gymnax",
+    "load_metrics",
     "load_policy",
     "load_results",
     "make_env",
@@ -30,9 +36,12 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from safeicrl.envs.from_gymnasium import from_gymnasium
+    from safeicrl.envs.from_gymnax import from_gymnax
     from safeicrl.envs.registry import make_env
     from safeicrl.errors import UserError
     from safeicrl.evaluation.archive import load_results, save_results
+    from safeicrl.evaluation.frames import load_metrics
     from safeicrl.evaluation.statistics import summarise
     from safeicrl.policies.policy import load_policy
     from safeicrl.trial import run_trials

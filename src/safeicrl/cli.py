@@ -1,4 +1,4 @@
-"""The command line: safeicrl train | collect | evaluate | export | compare | plot | demo | list.
+"""The command line: safeicrl train | collect | evaluate | export | compare | plot | demo | play | list.
 
 A user's mistake gets one line on stderr and exit code 2; a traceback is always a bug. A run that a signal stopped
 has saved its work, and ends with exit code 128 + signal: 130 after Ctrl-C.
@@ -11,6 +11,7 @@ import io
 import os
 import re
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +23,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from safeicrl.compiled import keep_compiled
 from safeicrl.config import DROPPED, dropped_option
 from safeicrl.errors import Approximation, BeyondTraining, Damaged, UserError, printable, unknown_name
 from safeicrl.files import check_output, make_folder
+from safeicrl.plugins import import_module, load_entry_points
 from safeicrl.signals import StopRequest
 from safeicrl.version import VERSION
 
@@ -63,6 +66,11 @@ def _complain(error: object) -> int:
 
 
 def _run(args: list[str]) -> int | None:
+    if "--no-compile-cache" in args:
+        args.remove("--no-compile-cache")
+    else:
+        keep_compiled()  # first: a module of the user's may import JAX
+    args = _import_asked(args)
     if not args or args[0] in ("-h", "--help", "help"):
         _usage()
     elif args[0] == "--version":
@@ -72,6 +80,20 @@ def _run(args: list[str]) -> int | None:
     else:
         return COMMANDS[args[0]](args[1:])
     return 0
+
+
+def _import_asked(args: list[str]) -> list[str]:
+    """The arguments without --import MODULE, which any command takes, once the modules are imported."""
+    left, words = [], iter(args)
+    for word in words:
+        if word != "--import" and not word.startswith("--import="):
+            left.append(word)
+            continue
+        name = word.partition("=")[2] or next(words, "")
+        if not name:
+            raise UserError("--import takes the name of a module, or the path of its file")
+        import_module(name)
+    return left
 
 
 @contextlib.contextmanager
@@ -99,6 +121,8 @@ def _usage() -> None:
     for name, command in COMMANDS.items():
         print(f"  {name:10} {_first_line(command)}")
     print("\nsafeicrl COMMAND --help lists a command's options.")
+    print("Every command takes --import MODULE, which registers environments and algorithms of your own,")
+    print("and --no-compile-cache, which compiles everything anew.")
 
 
 def _first_line(thing: Any) -> str:
@@ -241,6 +265,9 @@ class Evaluate:
     risk: float | None = None  # chance of breaking the budget that the policy's guard tolerates; see its card
     guard: bool = True  # whether the policy's guard is on, if it has one
     wipe: bool = False  # forget at every episode: shows what in-context learning is worth
+    fresh_episodes: int | None = None  # for an agent that adapts: played for each update; 0: those that count
+    updates: int | None = None  # for an agent that adapts: the most updates in a trial
+    split: Literal["test", "train"] = "test"  # which distribution the tasks are drawn from
     seed: int = 0  # of tasks and actions; agents evaluated with the same seed meet the same tasks
     rows: int | None = None  # trials at a time; 256 by default, 32 on a CPU
     label: str | None = None  # name in tables and figures; results with the same label are seeds of one agent
@@ -257,13 +284,15 @@ def evaluate(args: list[str]) -> None:
     outs = _outputs(asked.out, list(contenders))
     unsaved: UserError | None = None
     for name, who in contenders.items():
-        result = who.evaluate(
-            tasks=asked.tasks, budgets=asked.budgets, budget_count=asked.budget_count,
+        result = who.adapting(fresh_episodes=asked.fresh_episodes, updates=asked.updates).evaluate(
+            split=asked.split, tasks=asked.tasks, budgets=asked.budgets, budget_count=asked.budget_count,
             budgets_per_task=asked.budgets_per_task, episodes=asked.episodes, seed=asked.seed, rows=asked.rows,
             label=asked.label or who.label,
         )  # fmt: skip
         results[name], meta = result, result.meta
         print(f"{name}: actions {meta['actions']}, context {meta['context']}, {meta['seconds']:.1f} s")
+        if "adaptation" in meta:
+            print(_spending(meta["adaptation"]))
         if name in outs:  # after each seed, so that an interrupt costs one seed only
             try:
                 print("wrote " + " and ".join(str(path) for path in save_results(result, outs[name])))
@@ -272,6 +301,17 @@ def evaluate(args: list[str]) -> None:
     Console().print(summary_table([result]) if len(contenders) == 1 else seeds_table(results))
     if unsaved is not None:
         raise unsaved
+
+
+def _spending(took: dict[str, Any]) -> str:
+    """What the updates of a trial took, in words."""
+    text = f"  {took['updates']:g} updates per trial"
+    if not took["fresh_episodes"]:
+        return f"{text}, from the episodes that count"
+    return (
+        f"{text}, {took['fresh_episodes_per_update']} fresh episodes for each: {took['fresh_episodes']:,.0f} "
+        f"episodes, {took['fresh_steps']:,.0f} steps, {took['fresh_episodes_over_budget']:.1%} of these over budget"
+    )
 
 
 def _outputs(out: Path | None, names: list[str]) -> dict[str, Path]:
@@ -325,6 +365,10 @@ class Export:
     # name or path of a policy, or folder of a run
     policy: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="POLICY")] = None
     out: Path | None = None  # file to write: OUT.safetensors, and its card OUT.json
+    # folder to write instead, as model hubs lay it out: weights, model card, configuration, evaluation, film
+    hub: Path | None = None
+    onnx: Path | None = None  # file to write instead: one step of the policy as an ONNX graph, to act without JAX
+    film: bool = True  # whether --hub films one unseen task
     seed: int | None = None  # seed of the run; by default the one with the best evaluation
     # a related policy or run, one trained further from the other: exports their mean weights; may be repeated
     average: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -345,14 +389,22 @@ def export(args: list[str]) -> None:
     from safeicrl.policies.policy import load_policy
 
     asked = _parse("export", Export, args)
-    if asked.policy is None or asked.out is None:
-        raise UserError("export needs a policy (name, path or run folder) and a file, as in export RUN --out FILE")
-    path = export_policy(
-        asked.policy, asked.out, seed=asked.seed, average=asked.average, name=asked.name,
-        description=asked.description, temperature=asked.temperature,
-        env_args=parse_parameters(asked.env_args, "--env-args"), limits=asked.limit,
-        evaluation=asked.evaluation, overwrite=asked.overwrite,
-    )  # fmt: skip
+    targets = [target for target in (asked.out, asked.hub, asked.onnx) if target is not None]
+    if asked.policy is None or len(targets) != 1:
+        raise UserError(
+            "export needs a policy (name, path or run folder) and a file, as in export RUN --out FILE; "
+            "or, in place of --out, --hub FOLDER or --onnx FILE"
+        )
+    options: dict[str, Any] = {
+        "seed": asked.seed, "average": asked.average, "name": asked.name, "description": asked.description,
+        "temperature": asked.temperature, "env_args": parse_parameters(asked.env_args, "--env-args"),
+        "limits": asked.limit, "evaluation": asked.evaluation, "overwrite": asked.overwrite,
+    }  # fmt: skip
+    if asked.hub is not None:
+        return _export_hub(asked.policy, asked.hub, options, film=asked.film)
+    if asked.onnx is not None:
+        return _export_onnx(asked.policy, asked.onnx, options)
+    path = export_policy(asked.policy, targets[0], **options)
     card = load_policy(path).card
     origin = card["exported"]["from"]
     if asked.average:
@@ -364,29 +416,72 @@ def export(args: list[str]) -> None:
     print(f"load it:  policy = safeicrl.load_policy({str(path)!r})")
 
 
-# -- compare, plot, demo, list -------------------------------------------------------------------------------
+def _export_hub(policy: str, folder: Path, options: dict[str, Any], *, film: bool) -> None:
+    from safeicrl.policies.contenders import released
+    from safeicrl.policies.hub import FILM, export_hub, write_card
+    from safeicrl.show.demo import film as shoot
+
+    export_hub(policy, folder, **options)
+    star = released(str(folder))
+    if film and shoot(star, folder / FILM):
+        write_card(folder, star.meta["card"])
+    print(f"wrote {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    print(f"load it:  policy = safeicrl.load_policy({str(folder)!r})")
+
+
+def _export_onnx(policy: str, out: Path, options: dict[str, Any]) -> None:
+    """By way of an ordinary export in a temporary folder, so that all its options hold here too."""
+    from safeicrl.policies.export import export_policy
+    from safeicrl.policies.onnx import export_onnx
+    from safeicrl.policies.policy import load_policy
+
+    target = out.with_suffix(".onnx")
+    if target.exists() and not options["overwrite"]:
+        raise UserError(f"{target} exists: choose another --onnx, or --overwrite")
+    with tempfile.TemporaryDirectory() as folder:
+        path = export_onnx(load_policy(export_policy(policy, Path(folder) / "policy", **options)), out)
+    print(f"wrote {path}; examples/onnx_runner.py acts with it, without JAX")
+
+
+# -- compare, plot, demo, play, list -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compare:
-    """Score agents between two reference agents that met the same tasks."""
+    """Compare runs with intervals; or score agents between two reference agents that met the same tasks."""
 
-    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE ...")]  # results
-    upper: Path  # results of the reference agent that counts as 1, e.g. one that is told the task
-    lower: Path  # results of the reference agent that counts as 0, e.g. one that forgets at every episode
-    last: int = 5  # the return of this many last episodes is compared
+    # results, or folders of runs: then the evaluations that chose their best policies
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE ...")]
+    upper: Path | None = None  # results of the reference agent that counts as 1, e.g. one that is told the task
+    lower: Path | None = None  # results of the reference agent that counts as 0, e.g. one that forgets everything
+    last: int = 5  # with --upper and --lower: the return of this many last episodes is compared
+    out: Path | None = None  # figure to write, e.g. sweep.png; without --upper and --lower
 
 
 def compare(args: list[str]) -> None:
-    """Score agents between two reference agents that met the same tasks."""
+    """Compare runs with intervals; or score agents between two reference agents that met the same tasks."""
     from safeicrl.evaluation.archive import load_results
-    from safeicrl.evaluation.tables import relative_table
+    from safeicrl.evaluation.tables import group, relative_table, run_results, sweep_table
 
     asked = _parse("compare", Compare, args)
     if not asked.files:
-        raise UserError("compare needs results files, as in compare mine.npz --upper told.npz --lower none.npz")
-    upper, lower, *results = (load_results(path) for path in (asked.upper, asked.lower, *asked.files))
-    Console().print(relative_table(results, upper=upper, lower=lower, last=asked.last))
+        raise UserError("compare needs results files or run folders, as in compare runs/one runs/two")
+    if (asked.upper is None) != (asked.lower is None):
+        raise UserError("compare needs both --upper and --lower, or neither")
+    if asked.upper is not None and asked.lower is not None:
+        if asked.out is not None:
+            raise UserError("--out draws runs with intervals: leave out --upper and --lower")
+        upper, lower = (load_results(path) for path in (asked.upper, asked.lower))
+        results = [result for path in asked.files for result in run_results(path)]
+        Console().print(relative_table(results, upper=upper, lower=lower, last=asked.last))
+        return
+    groups = group([result for path in asked.files for result in run_results(path)])
+    Console().print(sweep_table(groups))
+    if asked.out is not None:
+        from safeicrl.evaluation import plots
+
+        make_folder(asked.out.parent)
+        print(plots.save(plots.sweep(groups), asked.out if asked.out.suffix else asked.out.with_suffix(".png")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -434,6 +529,34 @@ def demo(args: list[str]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Play:
+    """A local web page: draw a room, set a budget, watch a frozen agent learn it."""
+
+    # a policy of your own (name, path or run folder), besides those that ship; may be repeated
+    policy: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    host: str = "127.0.0.1"  # address to listen on; 0.0.0.0 lets other machines in, without a password
+    port: int = 8642  # 0 takes any free one
+    # a host name under which the page may be asked for, besides localhost and numeric addresses; may be repeated
+    name: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    visitors: int = 64  # at a time
+    open: bool = False  # open the page in a browser
+
+
+def play(args: list[str]) -> None:
+    """A local web page: draw a room, set a budget, watch a frozen agent learn it."""
+    asked = _parse("play", Play, args)
+
+    from safeicrl.show.play import server
+    from safeicrl.show.play.worlds import worlds
+
+    settings = server.Settings(host=asked.host, port=asked.port, names=asked.name, visitors=asked.visitors)
+    found, missing = worlds(asked.policy)
+    for why in missing:
+        print(f"not on the page: {why}")
+    server.run(found, settings, open_page=asked.open)
+
+
+@dataclass(frozen=True, kw_only=True)
 class List:
     """Environments, policies, agents, algorithms and presets by name."""
 
@@ -447,6 +570,7 @@ def list_names(args: list[str]) -> None:
     from safeicrl.recipes.presets import PRESETS
 
     _parse("list", List, args)
+    load_entry_points()
     for kind, named in {
         "environments": {name: world.summary or _first_line(world.load()) for name, world in WORLDS.items()},
         "policies": {name: "pretrained, ships with the library" for name in policy_names()},
@@ -468,6 +592,7 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "compare": compare,
     "plot": plot,
     "demo": demo,
+    "play": play,
     "list": list_names,
 }
 

@@ -20,6 +20,10 @@ class UserError(ValueError):
     """A mistake of the user. The command line prints its message without a traceback."""
 
 
+class UnknownParameter(UserError, TypeError):
+    """A parameter that an environment does not have; also the `TypeError` that Python raises for one."""
+
+
 class Approximation(UserWarning):
     """Approximate physics were used."""
 

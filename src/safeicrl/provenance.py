@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 
+from safeicrl import plugins
 from safeicrl.version import VERSION
 
 
 def surroundings() -> dict[str, Any]:
-    """Version, device, command and date, for a results file, a card or a run's folder."""
+    """Version, device, command, date and modules of others, for a results file, a card or a run's folder."""
     device = jax.devices()[0]
     return {
         "safeicrl": VERSION,
@@ -21,6 +22,7 @@ def surroundings() -> dict[str, Any]:
         "device": device.device_kind if device.platform != "cpu" else f"CPU ({platform.machine()})",
         "command": shlex.join([_program(), *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        **({"imports": list(plugins.imported)} if plugins.imported else {}),
     }
 
 

@@ -35,7 +35,8 @@ from safeicrl.evaluation.statistics import Summary, rank, summarise
 from safeicrl.files import owned, read_json, write_json
 from safeicrl.log import JsonLines, Sink, TensorBoard, Terminal, WandB
 from safeicrl.policies import checkpoint
-from safeicrl.policies.cards import save_policy
+from safeicrl.policies.cards import read_card, save_policy
+from safeicrl.policies.catalogue import find_policy, load_agent
 from safeicrl.provenance import surroundings
 from safeicrl.signals import StopRequest
 
@@ -78,10 +79,12 @@ class TrainConfig:
     """How long to train, with how many seeds, and what to write on the way."""
 
     iterations: int | None = None  # updates after which to stop; None: as many as the algorithm plans for
-    minutes: float | None = None  # wall time after which to stop, compilation included, if that comes first
+    # wall time after which to stop, compilation included, if that comes first; never before the first chunk is done
+    minutes: float | None = None
     seed: int = 0  # of networks, tasks and actions
     seeds: int = 1  # how many seeds (seed, seed + 1, ...) train side by side in one vmapped program
-    start: str | None = None  # folder of a run whose networks this one begins with
+    # what this run begins with: the folder of a run, all its networks; or a policy (name, path), with new critics
+    start: str | None = None
     chunk: int = 1  # iterations in one call of the jitted program
     checkpoint_minutes: float = 2.0  # minutes between checkpoints; 0: one after every chunk
     evaluation: EvalConfig = field(default_factory=EvalConfig)
@@ -151,7 +154,9 @@ def train(
         template = eqx.filter_eval_shape(_init, algorithm, config.seed, config.seeds)
         state, status = _begin(algorithm, config, folder, template, resume)
         started = time.perf_counter() - status.seconds
-        step = _compile(algorithm, config, template, terminal)
+        if over := resume and _finished(config, status, started):
+            terminal.say(f"{folder} {_limit_reached(config, status)}")
+        step = None if over else _compile(algorithm, config, template, terminal)
         sinks = _sinks(algorithm, config, folder, status)
         run = _Run(
             algorithm=algorithm, config=config, folder=folder, status=status, started=started, sinks=sinks,
@@ -184,11 +189,15 @@ class _Run:
     terminal: Terminal
     stop: StopRequest
 
-    def go(self, step: Step, state: PyTree) -> tuple[PyTree, list[Results]]:
-        """Chunk after chunk to the end of the run; returns the last state and evaluation."""
+    def go(self, step: Step | None, state: PyTree) -> tuple[PyTree, list[Results]]:
+        """Chunk after chunk to the end of the run; returns the last state and evaluation.
+
+        `step` is None where the run has ended already.
+        """
         config, status, saved = self.config, self.status, time.perf_counter()
         results: list[Results] = []
         while not (self.stop.requested or _finished(config, status, self.started)):
+            assert step is not None
             state, faults = self.chunk(step, state)
             if config.evaluation.every and status.iteration % config.evaluation.every == 0:
                 results = self.evaluate(state)
@@ -277,14 +286,34 @@ def _begin(
         return state, from_plain(Status, meta.get("status"), f"the status in {path}")
     if path.exists():
         raise UserError(f"{folder} holds a run already: resume it or choose another folder")
-    if config.start is not None:
-        _check_start(algorithm, Path(config.start))
+    begin = None if config.start is None else _beginning(algorithm, config.start)
     state = eqx.filter_jit(_init)(algorithm, config.seed, config.seeds)
-    if config.start is not None:
-        state = _start(algorithm, state, Path(config.start) / CHECKPOINT)
+    if begin is not None:
+        state = begin(state, config.seeds)
     described = describe(algorithm.env, algorithm.config, config)
     write_json(folder / "config.json", {**described, **surroundings()})
     return state, Status(failures=[0] * config.seeds, best=[None] * config.seeds)
+
+
+def _beginning(algorithm: Algorithm, start: str) -> Callable[[PyTree, int], PyTree]:
+    """What puts the networks of `start`, a run or a policy, into a first state; refused here if they do not fit."""
+    checkpointed = Path(start) / CHECKPOINT
+    if checkpointed.exists():
+        _check_start(algorithm, Path(start))
+        return lambda state, _: _start(algorithm, state, checkpointed)
+    path = find_policy(start)
+    card = read_card(path)
+    _, agent = load_agent(path, card)
+    start_with = getattr(algorithm, "start_with", None)
+    if start_with is None:
+        raise UserError(f"{type(algorithm).__name__} cannot start with a policy; --start takes a run's folder")
+    _check_sizes(algorithm, card.get("net", {}), start)
+
+    def begin(state: PyTree, seeds: int) -> PyTree:
+        one = lambda own: start_with(own, agent)  # noqa: E731
+        return one(state) if seeds == 1 else eqx.filter_vmap(one)(state)
+
+    return begin
 
 
 def _start(algorithm: Algorithm, state: PyTree, path: Path) -> PyTree:
@@ -303,20 +332,23 @@ def _start(algorithm: Algorithm, state: PyTree, path: Path) -> PyTree:
 
 
 def _check_start(algorithm: Algorithm, folder: Path) -> None:
-    """Refuse networks of another size. Those with other heads or levels may fit, but compute something else."""
-    if not folder.is_dir():
-        raise UserError(f"--start takes the folder of a training run; {folder} is not a folder")
+    """Refuse a run whose networks have another size."""
     try:
         theirs = read_json(folder / "config.json", "training run")["algo"]["config"].get("net", {})
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder / 'config.json'} is not a training run: {error!r}") from None
+    _check_sizes(algorithm, theirs, folder)
+
+
+def _check_sizes(algorithm: Algorithm, theirs: dict[str, Any], start: str | Path) -> None:
+    """Refuse networks of another size. Those with other heads or levels may fit, but compute something else."""
     ours = dataclasses.asdict(algorithm.config).get("net", {})
     for size in ("width", "layers", "heads", "levels"):
         # runs of versions without levels say nothing about them
         here, there = (net.get(size, 0 if size == "levels" else None) for net in (ours, theirs))
         if there != here:
             raise UserError(
-                f"{folder} has {size} {there}, this run has {here}: use --algo.net.{size} {there} to start from it"
+                f"{start} has {size} {there}, this run has {here}: use --algo.net.{size} {there} to start from it"
             )
 
 
@@ -396,8 +428,16 @@ def _finished(config: TrainConfig, status: Status, started: float) -> bool:
     """A limit is reached, or the next chunk would overrun the time."""
     if config.iterations is not None and status.iteration >= config.iterations:
         return True
-    elapsed = time.perf_counter() - started
-    return config.minutes is not None and elapsed + status.pace > 60 * config.minutes
+    if config.minutes is None or status.iteration == 0:  # however long compiling took, something must be learned
+        return False
+    return time.perf_counter() - started + status.pace > 60 * config.minutes
+
+
+def _limit_reached(config: TrainConfig, status: Status) -> str:
+    """Why a resumed run has nothing left to do."""
+    if config.iterations is not None and status.iteration >= config.iterations:
+        return f"has done its {config.iterations} iterations; a larger --iterations goes on"
+    return f"has used its {config.minutes:g} minutes, {status.seconds / 60:.1f} of them; a larger --minutes goes on"
 
 
 def _account(

@@ -187,12 +187,16 @@ def _advance(
     trial = jnp.minimum(row.trial + trial_done, queue - 1)
     over = row.over | (trial_done & (row.trial + 1 >= queue))
     budget = budgets[trial, jnp.where(trial_done, 0, row.token.episode + done)]
-    fresh_state, fresh_observation = env.reset(reset_key, jax.tree.map(lambda x: x[trial], tasks))
     pick = lambda yes, a, b: jax.tree.map(lambda x, y: jnp.where(yes, x, y), a, b)  # noqa: E731
-    state = pick(done, fresh_state, state)
-    observation = jnp.where(done, fresh_observation, step.observation)
+    next_task = jax.tree.map(lambda x: x[trial], tasks)
+    if restart := getattr(env, "restart", None):  # it lives on the host, where a reset cannot be undone
+        state, observation = restart(reset_key, state, step.observation, next_task, done)
+    else:
+        fresh_state, fresh_observation = env.reset(reset_key, next_task)
+        state = pick(done, fresh_state, state)
+        observation = jnp.where(done, fresh_observation, step.observation)
     token = next_token(row.token, observation, action, step.reward, step.cost, done, budget)
-    token = pick(trial_done, first_token(env.spec, fresh_observation, budget), token)
+    token = pick(trial_done, first_token(env.spec, observation, budget), token)
     return _Row(state=state, token=token, budget=budget, trial=trial, over=over), played
 
 

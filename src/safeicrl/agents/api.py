@@ -28,6 +28,14 @@ class Agent(Protocol):
         ...
 
 
+def adapts(agent: Agent) -> bool:
+    """Whether the agent updates its parameters between a trial's episodes, by `play_trials` (optimisers/meta.py).
+
+    Evaluation then lets it play its trials itself. Wiped, it forgets its updates: it is what it was at the start.
+    """
+    return hasattr(agent, "play_trials")
+
+
 class WrappedAgent(eqx.Module):
     """An agent around another one, with the other's memory. Subclasses write `act`."""
 
@@ -84,7 +92,7 @@ def with_options(
     if has:
         used = float(agent.temperature)  # type: ignore[attr-defined]
         actions = "greedy" if used == 0 else f"sampled, temperature {used:g}"
-    context = "wiped at every episode" if wipe else "kept"
+    context = "wiped at every episode" if wipe else "none, parameters adapt" if adapts(agent) else "kept"
     agent = WipedAgent(agent=agent, spec=env.spec) if wipe else agent
     return agent, {"actions": actions, "context": context, **guarded}
 

@@ -56,6 +56,8 @@ class Algorithm(Protocol):
         """The policy of this state, frozen."""
         ...
 
+    # Optional: `start_with(state, agent)`, a new run's `state` with a released policy; all else is new.
+
     def card(self) -> dict[str, Any]:
         """What rebuilds the agent around its arrays: "kind" (policies/catalogue.py) and what that kind needs."""
         ...

@@ -5,6 +5,7 @@ from typing import Any
 
 from safeicrl.config import load_object
 from safeicrl.errors import UserError, unknown_name
+from safeicrl.plugins import HINT, load_entry_points
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,16 @@ ALGOS: dict[str, Entry] = {
         config="safeicrl.optimisers.lagrangian:PPOLagConfig",
         summary="An ordinary safe learner for one task under one cost limit.",
     ),
+    "maml-penalty": Entry(
+        algorithm="safeicrl.algos.maml_penalty:MamlPenalty",
+        config="safeicrl.algos.maml_penalty:MamlPenaltyConfig",
+        summary="Adapts by gradient steps on reward minus weighted cost, whatever the budget.",
+    ),
+    "safe-meta": Entry(
+        algorithm="safeicrl.algos.safe_meta:SafeMeta",
+        config="safeicrl.algos.safe_meta:SafeMetaConfig",
+        summary="Adapts by solving a constrained problem for each task and budget.",
+    ),
 }
 
 
@@ -45,7 +56,9 @@ def register(name: str, entry: Entry) -> None:
 def find_algo(name: str) -> tuple[Any, type]:
     """The algorithm called `name` and its config class."""
     if name not in ALGOS:
-        raise unknown_name("algorithm", name, ALGOS)
+        load_entry_points()
+    if name not in ALGOS:
+        raise UserError(f"{unknown_name('algorithm', name, ALGOS)} {HINT}")
     entry = ALGOS[name]
     return load_object(entry.algorithm), load_object(entry.config)
 

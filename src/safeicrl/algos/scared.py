@@ -123,6 +123,12 @@ class Scared:
         """A new run's state with another run's networks."""
         return replace(state, optimiser=self.optimiser.start_from(state.optimiser, other.optimiser))
 
+    def start_with(self, state: ScaredState, agent: Agent) -> ScaredState:
+        """A new run's state with a released policy; its critics, and everything else, are new."""
+        if not isinstance(agent, InContextAgent):
+            raise UserError(f"scared starts with policies of kind 'net', not with a {type(agent).__name__}")
+        return replace(state, optimiser=self.optimiser.start_with(state.optimiser, agent.net))
+
     def agent(self, state: ScaredState) -> Agent:
         """The policy, sampled as in training."""
         return dataclasses.replace(self.optimiser.agent(state.optimiser), trained_episodes=self.episodes)

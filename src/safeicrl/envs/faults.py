@@ -50,6 +50,12 @@ def find_fault(
     return jnp.stack([jnp.asarray(x, jnp.float32) for x in place])
 
 
+def first_of(faults: jax.Array) -> jax.Array:
+    """The first fault, [5], of what several calls of `find_fault` found, [..., 5]."""
+    each = faults.reshape(-1, faults.shape[-1])
+    return each[jnp.argmax(each[:, 0] != NONE)]
+
+
 def refuse_fault(found: np.ndarray, env: str, where: Sequence[str] = ()) -> None:
     """Raise if `found`, the [5] of `find_fault`, is a fault of the environment called `env`.
 

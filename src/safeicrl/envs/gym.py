@@ -8,8 +8,14 @@ The task stays the same across episodes: in-context learning needs that. A new t
 `reset(seed=...)` (a seed fixes both the task and the episode) and at `reset(options={"new_task": True})`. A plain
 `reset()` never changes it. `reset(options={"task": ...})` sets a task laid out by hand, which stays until a new one
 is drawn. `env.unwrapped.task` and `render()` show what an agent must not see.
+
+`gymnasium.make_vec` makes one compiled program of many environments (gym_vector.py). JAX does not survive a fork:
+`AsyncVectorEnv` needs `context="spawn"`.
 """
 
+import copy
+import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -20,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
 
 from safeicrl.envs import draw
 from safeicrl.envs.api import Env, PyTree, check_split
@@ -30,7 +37,7 @@ from safeicrl.envs.mujoco.physics import RobotState
 from safeicrl.envs.registry import WORLDS, make_env, name_of, parameters_of
 from safeicrl.envs.safe_velocity import SafeVelocity, SpeedLimit
 from safeicrl.envs.spaces import Box, Discrete, Grid
-from safeicrl.errors import UserError, check_integer, unknown_name
+from safeicrl.errors import UnknownParameter, UserError, check_integer, unknown_name
 
 
 class Face:
@@ -98,9 +105,9 @@ class RobotFace(Face):
         return env.reset_to(given["qpos"], given["qvel"])
 
     def info(self, env: Any, state: RobotState) -> dict[str, Any]:
-        """The physical state, and whether the physics diverged, which ends the episode."""
-        qpos, qvel = np.array(state.physics.qpos), np.array(state.physics.qvel)
-        return {"qpos": qpos, "qvel": qvel, "diverged": bool(state.failed)}
+        """The physical state, and whether the physics diverged, which ends the episode; of one world or a batch."""
+        qpos, qvel, failed = (np.array(x) for x in (state.physics.qpos, state.physics.qvel, state.failed))
+        return {"qpos": qpos, "qvel": qvel, "diverged": failed if failed.ndim else bool(failed)}
 
 
 class DarkMujocoFace(RobotFace):
@@ -171,6 +178,63 @@ def face_of(env: Env) -> Face:
     return globals()[WORLDS[name].face]() if name else Face()
 
 
+def world(env: str | Env, parameters: Mapping[str, Any]) -> Env:
+    """The environment that a face was asked for: by its name and parameters, or as an object."""
+    if not isinstance(env, str):
+        if parameters:
+            raise UserError(f"{next(iter(parameters))!r} is a parameter for an environment given by name")
+        return env
+    known = parameters_of(env)
+    for name in parameters if known is not None else ():
+        if name not in (known or ()):
+            # a TypeError, too: Gymnasium's users pass what an environment may not have, and catch that
+            others = {*(known or ()), "split", "render_mode"}
+            raise UnknownParameter(str(unknown_name(f"parameter of {env}", name, others)))
+    # a spec that was stored as JSON has lists, and environments must hash
+    return make_env(env, **{name: tuple(x) if isinstance(x, list) else x for name, x in parameters.items()})
+
+
+def gym_spec(env: Env) -> EnvSpec | None:
+    """What `gymnasium.make` needs to make this environment again; None for one without a Gymnasium name."""
+    name = name_of(env)
+    if name is None or WORLDS[name].gym_id is None:
+        return None
+    usual = make_env(name)
+    changed = {f.name: getattr(env, f.name) for f in dataclasses.fields(env)}  # type: ignore[arg-type]
+    changed = {field: value for field, value in changed.items() if value != getattr(usual, field)}
+    spec = copy.deepcopy(gymnasium.spec(str(WORLDS[name].gym_id)))
+    spec.kwargs |= changed
+    return spec
+
+
+def precision(face: Face) -> AbstractContextManager:
+    """Within it, JAX computes in the face's own type."""
+    return jax.enable_x64(True) if face.dtype is np.float64 else nullcontext()
+
+
+_forked = False  # whether this process is a fork of one that had used JAX
+
+
+def _note_fork() -> None:
+    global _forked
+    from jax._src import xla_bridge  # JAX has no public way to ask
+
+    _forked = _forked or xla_bridge.backends_are_initialized()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
+    os.register_at_fork(after_in_child=_note_fork)
+
+
+def refuse_fork() -> None:
+    """Raise where JAX would hang for ever."""
+    if _forked:
+        raise UserError(
+            "this process was forked from one that had used JAX, which does not survive that: start it by spawn, "
+            "as in gymnasium.make_vec(id, vectorization_mode='async', vector_kwargs={'context': 'spawn'})"
+        )
+
+
 class GymEnv(gymnasium.Env):
     """Any safeicrl environment, by name or as an object, behind Gymnasium's interface."""
 
@@ -179,29 +243,23 @@ class GymEnv(gymnasium.Env):
     def __init__(
         self, env: str | Env, *, split: str = "train", render_mode: str | None = None, **parameters: Any
     ) -> None:
-        if isinstance(env, str):
-            known = parameters_of(env)
-            for name in parameters if known is not None else ():
-                if name not in (known or ()):
-                    raise unknown_name(f"parameter of {env}", name, {*known, "split", "render_mode"})  # type: ignore[misc]
-            env = make_env(env, **parameters)
-        elif parameters:
-            raise UserError(f"{next(iter(parameters))!r} is a parameter for an environment given by name")
+        env = world(env, parameters)
         self.env, self.split = env, check_split(split)
         self.face = face_of(env)
         self.metadata = {"render_modes": list(self.face.render_modes), "render_fps": self.face.render_fps}
         if render_mode is not None and render_mode not in self.face.render_modes:
             raise unknown_name("render mode", render_mode, self.face.render_modes)
         self.render_mode = render_mode
-        self.observation_space = _space(env.spec.observation, self.face.dtype)
-        self.action_space = _space(env.spec.action, self.face.dtype)
+        self.observation_space = gym_space(env.spec.observation, self.face.dtype)
+        self.action_space = gym_space(env.spec.action, self.face.dtype)
         self.task: PyTree = None
-        self._compiled = _compile(env)  # type: ignore[arg-type]  # a frozen dataclass hashes
+        self._compiled = compiled(env)  # type: ignore[arg-type]  # a frozen dataclass hashes
         self._path: list[np.ndarray] = []  # observations of this episode
         self._over = True
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple:
         """Start an episode; the module's docstring says when it also starts a new task."""
+        refuse_fork()
         if options is not None and not isinstance(options, Mapping):
             raise UserError(f"options of a reset must be a dict, got {options!r:.60}")
         super().reset(seed=None if seed is None else check_integer("seed", seed, 0, 2**63 - 1))
@@ -210,10 +268,10 @@ class GymEnv(gymnasium.Env):
         for name in options:
             if name not in self.face.options:
                 raise unknown_name("reset option", name, ("task", "new_task", *self.face.options))
-        with self._precision():
+        with precision(self.face):
             task_key, self._key = self._compiled.keys(self.np_random.integers(2**32, dtype=np.uint32))
             if layout is not None:
-                self.task = jax.device_put(self.face.make_task(self.env, layout), _cpu())
+                self.task = jax.device_put(self.face.make_task(self.env, layout), cpu())
             elif self.task is None or seed is not None or new_task:
                 self.task = self._compiled.sample(task_key, self.split)
             state, observation = self._compiled.reset(self._key, self.task)
@@ -221,7 +279,7 @@ class GymEnv(gymnasium.Env):
         self._over = False
         observation = self._to_gym(observation)
         self._path = [observation.copy()]
-        return observation, {"cost": 0.0, **self.face.info(self.env, self._state)}
+        return observation, {"cost": np.float64(0), **self.face.info(self.env, self._state)}
 
     def step(self, action: Any) -> tuple:
         """One step: observation, reward, terminated, truncated, info with the step's cost."""
@@ -229,13 +287,13 @@ class GymEnv(gymnasium.Env):
             raise UserError("the episode is over; call reset() before step()")
         action = self.env.spec.action.check_action(action, self.face.dtype)
         now = np.uint32(len(self._path))
-        with self._precision():
+        with precision(self.face):
             self._state, seen, outcome = self._compiled.step(self._key, now, self._state, action, self.task)
         reward, cost, terminated, truncated = np.asarray(outcome).tolist()
         self._over = bool(terminated or truncated)
         observation = self._to_gym(seen)
         self._path.append(observation.copy())
-        info = {"cost": cost, **self.face.info(self.env, self._state)}
+        info = {"cost": np.float64(cost), **self.face.info(self.env, self._state)}
         return observation, reward, bool(terminated), bool(truncated), info
 
     def render(self) -> Any:
@@ -245,9 +303,6 @@ class GymEnv(gymnasium.Env):
         if not self._path:
             raise UserError("nothing to render yet; call reset() first")
         return self.face.render(self.env, self.task, self._state, self._path, self.render_mode)
-
-    def _precision(self) -> AbstractContextManager:
-        return jax.enable_x64(True) if self.face.dtype is np.float64 else nullcontext()
 
     def _to_gym(self, observation: Any) -> np.ndarray:
         return np.array(observation, self.observation_space.dtype)  # a copy: callers may keep it
@@ -261,7 +316,7 @@ class _Compiled(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _compile(env: Env) -> _Compiled:
+def compiled(env: Env) -> _Compiled:
     """The jitted functions of one environment, shared by all its faces so that each is traced once.
 
     They always run on the CPU, because the key they start from is committed to it: one step is far too little work
@@ -276,18 +331,19 @@ def _compile(env: Env) -> _Compiled:
 
     split_seed = jax.jit(lambda seed: jax.random.split(jax.random.key(seed)))
     return _Compiled(
-        keys=lambda seed: split_seed(jax.device_put(seed, _cpu())),
+        keys=lambda seed: split_seed(jax.device_put(seed, cpu())),
         sample=jax.jit(env.sample_task, static_argnums=1),
         reset=jax.jit(lambda key, task: env.reset(jax.random.fold_in(key, 0), task)),
         step=jax.jit(step),
     )
 
 
-def _cpu() -> jax.Device:
+def cpu() -> jax.Device:
+    """The device that faces run on."""
     return jax.local_devices(backend="cpu")[0]
 
 
-def _space(space: Grid | Box | Discrete, dtype: type) -> spaces.Space:
+def gym_space(space: Grid | Box | Discrete, dtype: type) -> spaces.Space:
     """Gymnasium's space for one of ours."""
     if isinstance(space, Discrete):
         return spaces.Discrete(space.n)

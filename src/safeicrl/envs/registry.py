@@ -5,13 +5,14 @@ the worlds needs neither JAX nor MuJoCo.
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from safeicrl.config import from_plain, load_object
 from safeicrl.errors import UserError, unknown_name
+from safeicrl.files import parse_json
+from safeicrl.plugins import HINT, load_entry_points
 
 if TYPE_CHECKING:
     from safeicrl.envs.api import Env
@@ -96,13 +97,20 @@ def register_with_gymnasium() -> None:
     for name, world in WORLDS.items():
         if world.gym_id is not None and world.gym_id not in gymnasium.registry:
             # No max_episode_steps: the environments truncate themselves, a TimeLimit on top would only hide it.
-            gymnasium.register(id=world.gym_id, entry_point="safeicrl.envs.gym:GymEnv", kwargs={"env": name})
+            gymnasium.register(
+                id=world.gym_id,
+                entry_point="safeicrl.envs.gym:GymEnv",
+                vector_entry_point="safeicrl.envs.gym_vector:GymVectorEnv",
+                kwargs={"env": name},
+            )
 
 
 def world_of(name: str) -> World:
     """The world called `name`."""
     if name not in WORLDS:
-        raise unknown_name("environment", name, WORLDS)
+        load_entry_points()
+    if name not in WORLDS:
+        raise UserError(f"{unknown_name('environment', name, WORLDS)} {HINT}")
     return WORLDS[name]
 
 
@@ -134,7 +142,7 @@ def parse_parameters(pairs: Iterable[str], what: str) -> dict[str, Any]:
         if not equals:
             raise UserError(f"{what} takes name=value pairs, got {text!r}")
         try:
-            parsed = json.loads(value)
+            parsed = parse_json(value)
         except ValueError:
             parsed = value
         parameters[name] = tuple(parsed) if isinstance(parsed, list) else parsed
@@ -157,6 +165,8 @@ def env_from_plain(name: str, parameters: dict[str, Any]) -> "Env":
 
 def name_of(env: "Env") -> str | None:
     """The name under which an environment's class is registered; None when it is not."""
+    if (own := getattr(env, "registered", None)) in WORLDS:  # one of from_gymnasium, which are all of one class
+        return own
     kind = type(env)
     where = f"{kind.__module__}:{kind.__qualname__}"
     return next((name for name, world in WORLDS.items() if world.maker in (kind, where)), None)

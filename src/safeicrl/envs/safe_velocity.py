@@ -137,6 +137,10 @@ class SafeVelocity:
         """Joint positions and velocities, without where in the world the robot is."""
         return jnp.concatenate([state.qpos[self.hidden :], state.qvel])
 
+    def speed(self, old: PhysicsState, new: PhysicsState) -> jax.Array:
+        """The speed that is limited, m/s, between two states one step apart."""
+        return self._velocity(old, new)[1]
+
     @property
     def _dt(self) -> float:
         return SUBSTEPS * models.load(self.robot).opt.timestep

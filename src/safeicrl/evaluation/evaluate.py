@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from safeicrl.agents.api import Agent
+from safeicrl.agents.api import Agent, adapts
 from safeicrl.envs.api import Env, Key, PyTree, Split, check_split
-from safeicrl.envs.faults import refuse_fault
+from safeicrl.envs.faults import first_of, refuse_fault
 from safeicrl.envs.registry import env_to_plain
 from safeicrl.errors import MOST_EPISODES, MOST_STEPS, UserError, check_budget, check_integer, check_seed
 from safeicrl.evaluation.results import Results
+from safeicrl.optimisers.meta import Spent
 from safeicrl.provenance import surroundings
 from safeicrl.trial import Episodes, episode_sums, first_fault, run_trials
 
@@ -74,7 +75,7 @@ def evaluate(
         fault = np.asarray(found)
         refuse_fault(fault, name, [f"task {index[int(fault[1])] % tasks}"])
         parts.append(jax.tree.map(np.asarray, played))
-    whole = jax.tree.map(lambda *x: np.concatenate(x)[:trials], *parts)
+    whole, spent = jax.tree.map(lambda *x: np.concatenate(x)[:trials], *parts)
     provenance = {
         "label": label,
         "env": env_to_plain(env),
@@ -83,6 +84,7 @@ def evaluate(
         "seed": seed,
         "budget_range": [low, high],
         "budgets_per_task": budgets_per_task,
+        **({} if spent is None else {"adaptation": spending(spent)}),
         **(meta or {}),
         **surroundings(),
         "seconds": time.perf_counter() - begin,
@@ -127,8 +129,29 @@ def _sample(env: Env, split: Split, keys: Key) -> PyTree:
 @eqx.filter_jit
 def _play(
     env: Env, agent: Agent, tasks: PyTree, budgets: jax.Array, key: Key, *, episodes: int, segments: int
-) -> tuple[Episodes, jax.Array]:
-    """Sums per episode, and `first_fault`; inside one jit, so that the steps themselves are never kept."""
+) -> tuple[tuple[Episodes, Spent | None], jax.Array]:
+    """Sums per episode, and the first fault; inside one jit, so that the steps themselves are never kept.
+
+    For an agent that updates its parameters: also what it played besides the episodes of the trial.
+    """
+    if adapts(agent):
+        single = jax.tree.map(lambda x: x[:, 0], tasks)
+        found, spent = agent.play_trials(env, single, budgets[:, 0], key, episodes=episodes)  # type: ignore[attr-defined]
+        return (found, spent), first_of(spent.fault)
     steps = episodes * env.spec.max_steps
     trials = run_trials(env, agent, tasks, budgets, key, episodes=episodes, steps=steps, segments=segments)
-    return episode_sums(trials, episodes), first_fault(trials)
+    return (episode_sums(trials, episodes), None), first_fault(trials)
+
+
+def spending(spent: Spent) -> dict[str, Any]:
+    """What the updates of a trial took besides the episodes that count, as means over trials, for the results."""
+    episodes = float(spent.episodes.sum())
+    each = lambda total: float(total.sum() / episodes) if episodes else None  # noqa: E731
+    return {
+        "updates": spent.updates.sum(1).mean(),
+        "fresh_episodes_per_update": int(spent.episodes.max()),
+        "fresh_episodes": spent.episodes.sum(1).mean(),
+        "fresh_steps": spent.steps.sum(1).mean(),
+        "cost_per_fresh_episode": each(spent.cost),
+        "fresh_episodes_over_budget": each(spent.over),
+    }

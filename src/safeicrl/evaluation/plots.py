@@ -15,7 +15,7 @@ from matplotlib.textpath import text_to_path
 from safeicrl.budgets import bin_of
 from safeicrl.errors import UserError, printable
 from safeicrl.evaluation.results import Results
-from safeicrl.evaluation.statistics import standard_error
+from safeicrl.evaluation.statistics import MEASURES, interval, standard_error
 from safeicrl.files import RECIPE, atomic_write, read_json
 
 Groups = dict[str, list[Results]]  # label → its seeds
@@ -108,6 +108,33 @@ def over_budget(groups: Groups, bins: int | None = None) -> Figure:
         _label_lines(axis, lines)
     _say_how(figure, groups)
     return figure
+
+
+@mpl.rc_context(STYLE)
+def sweep(groups: Groups) -> Figure:
+    """Several runs side by side: each number with its 95% interval, and a dot for each seed."""
+    figure, axes = _figure(1, len(MEASURES), (8.4, 1.4 + 0.3 * len(groups)))
+    styled = _styled(groups)
+    for axis, (title, (measure, percent)) in zip(axes, MEASURES.items(), strict=True):
+        for row, (_, colour, _, seeds) in enumerate(styled):
+            mean, half = interval(seeds, measure)
+            axis.errorbar(mean, row, xerr=half, fmt="o", color=colour, capsize=3, markersize=4)
+            if len(seeds) > 1:
+                each = [measure(result).mean() for result in seeds]
+                axis.plot(each, [row + 0.2] * len(each), ".", color=colour, markersize=4, alpha=0.5)
+        axis.set(title=title, ylim=(len(styled) - 0.5, -0.5))
+        axis.set_yticks(range(len(styled)), [label for label, *_ in styled] if axis is axes[0] else [])
+        if percent:
+            axis.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(xmax=1))
+    _write_title(figure, f"circles: mean · bars: 95% interval over {_band_of(groups)} · dots: seeds")
+    _write_corner(figure, "; ".join(f"{label}: {_sizes(seeds)}" for label, seeds in groups.items()))
+    return figure
+
+
+def _sizes(seeds: Sequence[Results]) -> str:
+    first = seeds[0]
+    count = f", {len(seeds)} seeds" if len(seeds) > 1 else ""
+    return f"{len(first.returns) // first.budgets_per_task} tasks of {first.returns.shape[1]} episodes{count}"
 
 
 @mpl.rc_context(STYLE)

@@ -7,6 +7,7 @@ import numpy as np
 
 from safeicrl.budgets import is_over
 from safeicrl.errors import UserError, printable
+from safeicrl.evaluation.frames import load_pandas
 
 ARRAYS = ("returns", "costs", "lengths", "budgets")
 
@@ -53,6 +54,23 @@ class Results:
     def over(self) -> np.ndarray:
         """[trial, episode] bool: the episode cost more than its budget."""
         return is_over(self.costs, self.budgets[:, None])
+
+    def to_dataframe(self) -> Any:
+        """One row per episode, for pandas: trial, task, episode (from 1), budget, return, cost, length, over."""
+        trials, episodes = self.returns.shape
+        columns = {
+            "trial": np.repeat(np.arange(trials), episodes),
+            "task": np.repeat(self.task, episodes),
+            "episode": np.tile(np.arange(1, episodes + 1), trials),
+            "budget": np.repeat(self.budgets, episodes),
+            "return": self.returns.ravel(),
+            "cost": self.costs.ravel(),
+            "length": self.lengths.ravel(),
+            "over": self.over.ravel(),
+        }
+        frame = load_pandas().DataFrame(columns)
+        frame.insert(0, "label", self.label)
+        return frame
 
     @property
     def budget_range(self) -> tuple[float, float]:

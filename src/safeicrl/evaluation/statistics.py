@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,6 +175,34 @@ def standard_error(values: np.ndarray, groups: np.ndarray | None = None) -> np.n
         off = sums
     count = len(off)
     return np.sqrt((off**2).sum(axis=0) * count / max(count - 1, 1)) / len(values)
+
+
+# Student's t at 97.5% for 1, 2, 3, … degrees of freedom; beyond the last, the normal distribution's
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+NORMAL = 1.96
+
+
+# What runs are compared by: name → number per trial, [trial], and whether it is a share.
+MEASURES: dict[str, tuple[Callable[[Results], np.ndarray], bool]] = {
+    "total return": (lambda r: r.returns.sum(axis=1), False),
+    "episode cost": (lambda r: r.costs.mean(axis=1), False),
+    "over budget": (lambda r: r.over.mean(axis=1), True),
+}
+
+
+def interval(seeds: Sequence[Results], measure: Callable[[Results], np.ndarray]) -> tuple[float, float]:
+    """Mean and half-width of a 95% interval of a number per trial: over seeds, or over tasks if there is one seed.
+
+    `measure` gives [trial]. Few seeds make a wide interval (Student's t). Over tasks it is the sampling error of
+    the tasks alone: another training run may differ by more.
+    """
+    values = [measure(result) for result in seeds]
+    if len(seeds) == 1:
+        return float(values[0].mean()), NORMAL * float(standard_error(values[0], seeds[0].task))
+    means = np.array([value.mean() for value in values])
+    freedom = len(means) - 1
+    factor = STUDENT[freedom - 1] if freedom <= len(STUDENT) else NORMAL
+    return float(means.mean()), factor * float(standard_error(means))
 
 
 def rank(summary: Summary, tolerance: float) -> tuple[bool, float]:

@@ -1,5 +1,6 @@
 """Tables and figures from files on disk: results, training logs. Never imports jax."""
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.table import Table
 from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import load_results
 from safeicrl.evaluation.results import Results
-from safeicrl.evaluation.statistics import NUMBERS, Summary, relative, standard_error, summarise
+from safeicrl.evaluation.statistics import MEASURES, NUMBERS, Summary, interval, relative, standard_error, summarise
 from safeicrl.log import read_metrics, read_run
 
 
@@ -42,6 +43,37 @@ def summary_table(results: Sequence[Results], title: str | None = None) -> Table
                 more, error = first.rise_by_budget[name]
                 digits = 1 if error >= 1 else 2
                 table.add_row(f"rise from δ {before}", f"{more:+.{digits}f} ± {error:.{digits}f}")
+    return table
+
+
+def run_results(path: Path) -> list[Results]:
+    """The results in a file; for a run's folder: the evaluations that chose the best policy of each seed.
+
+    All of a folder have its name, so that they count as seeds of one agent.
+    """
+    if not path.is_dir():
+        return [load_results(path)]
+    files = sorted(path.glob("*-evaluation.npz"))
+    if len(files) > 1:  # after several stages, policy-evaluation is that of the best seed, which is there as well
+        files = [file for file in files if file.name != "policy-evaluation.npz"]
+    if not files:
+        raise UserError(f"{path} has no evaluation (best-seed*-evaluation.npz); its first one writes it")
+    found = [load_results(file) for file in files]
+    return [dataclasses.replace(x, meta={**x.meta, "label": path.resolve().name}) for x in found]
+
+
+def sweep_table(groups: Mapping[str, Sequence[Results]]) -> Table:
+    """One row per run: its seeds and its numbers, each with a 95% interval."""
+    table = _table("mean ± 95% interval, over seeds; over tasks where there is one seed")
+    table.add_column("", no_wrap=True)
+    for column in ("seeds", *MEASURES):
+        table.add_column(column, justify="right")
+    for label, seeds in groups.items():
+        numbers = []
+        for measure, percent in MEASURES.values():
+            mean, half = interval(seeds, measure)
+            numbers.append(f"{mean:.1%} ± {half:.1%}" if percent else f"{mean:.3g} ± {half:.2g}")
+        table.add_row(label, str(len(seeds)), *numbers)
     return table
 
 

@@ -2,12 +2,13 @@
 
 import importlib
 import itertools
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from safeicrl.envs.gym import GymEnv
+from safeicrl.envs.gym import GymEnv, gym_spec
 from safeicrl.errors import UserError, check_integer
 from safeicrl.histories.store import TERMINATED, TRUNCATED, Histories
 
@@ -18,6 +19,8 @@ def export_minari(histories: Histories, dataset_id: str, *, every: int = 1, auth
     Costs are in `infos["cost"]`, beside `limit`, `task` and `history`; the first entry of each, at the reset, is
     that of the whole episode with a cost of 0. The observation after a terminated episode is not kept in
     histories, so the last one seen stands in its place; its value is zero by definition.
+
+    `dataset.recover_environment()` makes the environment again, if Gymnasium knows it by a name.
     """
     check_integer("every", every, 1)
     try:
@@ -31,17 +34,23 @@ def export_minari(histories: Histories, dataset_id: str, *, every: int = 1, auth
         minari.data_collector.EpisodeBuffer(id=index, **episode)
         for index, episode in enumerate(itertools.islice(_episodes(histories, *types), 0, None, every))
     ]
+    spec = gym_spec(histories.env)
     try:
-        return minari.create_dataset_from_buffers(
-            dataset_id=dataset_id,
-            buffer=buffers,
-            observation_space=face.observation_space,
-            action_space=face.action_space,
-            algorithm_name=str(histories.meta.get("algo", {}).get("name")),
-            author=author,
-            description=f"Learning histories of {histories.meta['env']['name']}, collected with safeicrl.",
-            data_format="hdf5",
-        )
+        with warnings.catch_warnings():
+            # it asks for an e-mail address, a link and the like, which are the user's to give or not
+            warnings.filterwarnings("ignore", ".* is set to None|env_spec is None", UserWarning)
+            return minari.create_dataset_from_buffers(
+                dataset_id=dataset_id,
+                buffer=buffers,
+                env=spec,
+                eval_env=spec,
+                observation_space=face.observation_space,
+                action_space=face.action_space,
+                algorithm_name=str(histories.meta.get("algo", {}).get("name")),
+                author=author,
+                description=f"Learning histories of {histories.meta['env']['name']}, collected with safeicrl.",
+                data_format="hdf5",
+            )
     except (ValueError, OSError) as error:
         raise UserError(f"minari refused {dataset_id!r}: {str(error).splitlines()[0]}") from None
 

@@ -71,10 +71,20 @@ class Normaliser:
     def update(self, observations: jax.Array) -> "Normaliser":
         """The normaliser after more `observations`, [..., obs], by the parallel formula for moments."""
         flat = observations.reshape(-1, observations.shape[-1])
-        count = self.count + len(flat)
-        shift = flat.mean(0) - self.mean
-        mean = self.mean + shift * len(flat) / count
-        squares = self.variance * self.count + flat.var(0) * len(flat) + shift**2 * self.count * len(flat) / count
+        return self._joined(flat.mean(0), flat.var(0), len(flat))
+
+    def update_where(self, observations: jax.Array, valid: jax.Array) -> "Normaliser":
+        """The same, with only those `observations`, [..., obs], that are `valid`, [...] bool; at least one is."""
+        flat, kept = observations.reshape(-1, observations.shape[-1]), valid.reshape(-1, 1)
+        number = valid.sum()
+        mean = (flat * kept).sum(0) / number
+        return self._joined(mean, ((flat - mean) ** 2 * kept).sum(0) / number, number)
+
+    def _joined(self, new_mean: jax.Array, new_variance: jax.Array, number: jax.Array | int) -> "Normaliser":
+        count = self.count + number
+        shift = new_mean - self.mean
+        mean = self.mean + shift * number / count
+        squares = self.variance * self.count + new_variance * number + shift**2 * self.count * number / count
         return Normaliser(count=count, mean=mean, variance=squares / count)
 
 
@@ -89,6 +99,20 @@ def distribution(out: jax.Array, log_std: jax.Array | None) -> Distribution:
     if log_std is None:
         return Categorical(logits=out)
     return TanhNormal(mean=out, log_std=jnp.broadcast_to(jnp.clip(log_std, *LOG_STD), out.shape))
+
+
+@record
+class Actor:
+    """A policy that sees only the observation: a network and, for real-valued actions, a constant spread."""
+
+    net: FeedForward
+    log_std: jax.Array | None  # [action]
+    table: jax.Array | None = None  # [cell, action] added to the logits of all cells (algos/safe_meta.py)
+
+    def __call__(self, inputs: jax.Array) -> Distribution:
+        """π at `inputs`, [..., in]; with a table, these are all cells of the grid."""
+        out = self.net(inputs)
+        return distribution(out if self.table is None else out + self.table, self.log_std)
 
 
 def action_outputs(spec: EnvSpec) -> tuple[int, jax.Array | None]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from safeicrl.envs.api import EnvSpec, Key, record, replace
 from safeicrl.envs.spaces import Discrete
+from safeicrl.errors import UserError
 from safeicrl.nets.guard import Guard
 from safeicrl.nets.layers import MLP, Linear
 from safeicrl.nets.transformer import NetConfig, Transformer
@@ -262,6 +263,24 @@ class PolicyNet(eqx.Module):
         centre, half = space.centre_and_half()
         log_std = low + (high - low) * jax.nn.sigmoid(spread + 1.0)
         return TanhNormal(mean=mean, log_std=log_std, centre=centre, half=half)
+
+
+def transplanted(ours: PolicyNet, theirs: PolicyNet) -> PolicyNet:
+    """Our network with the weights of another; refused unless they fit.
+
+    A guard is taken over if both have one; otherwise ours stays. Budgets, steps and episodes are scaled as in our
+    own environment, whatever theirs was.
+    """
+    guard = theirs.guard if ours.guard is not None and theirs.guard is not None else ours.guard
+    theirs = eqx.tree_at(lambda net: net.guard, theirs, guard, is_leaf=lambda x: x is None)
+    arrays, static = eqx.partition(ours, eqx.is_array)
+    leaves, structure = jax.tree.flatten(arrays)
+    others = jax.tree.leaves(eqx.filter(theirs, eqx.is_array))
+    shapes = [[leaf.shape for leaf in each] for each in (leaves, others)]
+    if shapes[0] != shapes[1]:
+        here, there = next(((a, b) for a, b in zip(*shapes, strict=False) if a != b), ("more", "fewer"))
+        raise UserError(f"the policy to start with does not fit: an array of its network is {there}, here {here}")
+    return eqx.combine(jax.tree.unflatten(structure, others), static)
 
 
 class Critic(eqx.Module):

@@ -20,7 +20,7 @@ from safeicrl.agents.in_context import InContextAgent
 from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, record, replace
 from safeicrl.envs.spaces import Box, Discrete
 from safeicrl.errors import UserError, check_integer, check_number
-from safeicrl.nets.heads import Categorical, Distribution, PolicyNet
+from safeicrl.nets.heads import Categorical, Distribution, PolicyNet, transplanted
 from safeicrl.nets.layers import MLP, Linear, in_new_units
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers import replay as buffer
@@ -223,6 +223,12 @@ class DDPG:
     def start_from(self, state: DDPGState, other: DDPGState) -> DDPGState:
         """A new run's state with another run's networks, slow and fast, and the scales they predict in."""
         return replace(state, net=other.net, slow=other.slow, scale=other.scale)
+
+    def start_with(self, state: DDPGState, policy: PolicyNet) -> DDPGState:
+        """A new run's state with a released policy, fast and slow; its critics are new."""
+        own = transplanted(state.net.policy, policy)
+        net = eqx.tree_at(lambda net: net.policy, state.net, own)
+        return replace(state, net=net, slow=eqx.tree_at(lambda slow: slow.actor, state.slow, own.actor))
 
     def agent(self, state: DDPGState) -> InContextAgent:
         """The policy, sampled, without added exploration."""

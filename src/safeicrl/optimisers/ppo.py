@@ -15,7 +15,7 @@ import optax
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
-from safeicrl.nets.heads import Critic, PolicyNet, TanhNormal
+from safeicrl.nets.heads import Critic, PolicyNet, TanhNormal, transplanted
 from safeicrl.nets.layers import in_new_units
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.penalty import PenaltyConfig, excess_cost, net_reward, over_budget
@@ -123,6 +123,11 @@ class PPO:
     def start_from(self, state: PPOState, other: PPOState) -> PPOState:
         """A new run's state with another run's networks and the scales they predict in."""
         return replace(state, net=other.net, scale=other.scale)
+
+    def start_with(self, state: PPOState, policy: PolicyNet) -> PPOState:
+        """A new run's state with a released policy; its critics are new."""
+        own = transplanted(state.net.policy, policy)
+        return replace(state, net=eqx.tree_at(lambda net: net.policy, state.net, own))
 
     def agent(self, state: PPOState) -> InContextAgent:
         """The policy, sampled, with its guard if it has one."""

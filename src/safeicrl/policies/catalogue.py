@@ -13,6 +13,8 @@ from safeicrl.agents.api import Agent
 from safeicrl.agents.decision import DecisionAgent
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.agents.mlp import MlpAgent
+from safeicrl.algos.maml_penalty import MamlAdapter, MamlPenaltyConfig
+from safeicrl.algos.safe_meta import SafeAdapter, SafeMetaConfig
 from safeicrl.config import from_plain
 from safeicrl.envs.api import Env, EnvSpec
 from safeicrl.envs.registry import env_from_plain
@@ -23,9 +25,11 @@ from safeicrl.nets.decision_transformer import DecisionConfig, DecisionNet, unit
 from safeicrl.nets.feedforward import check_hidden
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
+from safeicrl.optimisers.meta import MetaAgent
 from safeicrl.policies import checkpoint
 from safeicrl.policies.cards import read_card
 
+HUB = "model.safetensors"  # the weights in a folder as model hubs lay it out (hub.py)
 POLICY = "policy.safetensors"  # the policy of a run of several stages
 PRETRAINED = Path(__file__).parent / "pretrained"
 SEED = re.compile(r"(?:best|policy)-seed(\d+)")  # how a run names the policy of a seed: of one stage, of several
@@ -65,6 +69,8 @@ def find_policy(name_or_path: str | Path) -> Path:
     if text in policy_names():
         return PRETRAINED / f"{text}.safetensors"
     if path.is_dir():
+        if (path / HUB).exists():
+            return path / HUB
         if (path / RECIPE).exists() and (path / POLICY).exists():
             return path / POLICY
         return next(iter(run_policies(path).values()))
@@ -105,8 +111,20 @@ def _mlp(card: dict[str, Any], env: Env) -> Agent:
     return MlpAgent.build(env.spec, check_hidden(card["hidden"]))
 
 
+def _maml_penalty(card: dict[str, Any], env: Env) -> Agent:
+    config = from_plain(MamlPenaltyConfig, card["settings"], "settings")
+    return MetaAgent.build(MamlAdapter(env.spec, config), jax.random.key(0))
+
+
+def _safe_meta(card: dict[str, Any], env: Env) -> Agent:
+    config = from_plain(SafeMetaConfig, card["settings"], "settings")
+    return MetaAgent.build(SafeAdapter(env.spec, config), jax.random.key(0))
+
+
 # A card's "kind" → a function that builds such an agent; its arrays are then read from the file.
-KINDS: dict[str, Callable[[dict[str, Any], Env], Agent]] = {"net": _net, "decision": _decision, "mlp": _mlp}
+KINDS: dict[str, Callable[[dict[str, Any], Env], Agent]] = {
+    "net": _net, "decision": _decision, "mlp": _mlp, "maml-penalty": _maml_penalty, "safe-meta": _safe_meta,
+}  # fmt: skip
 
 
 def changed_env(card: dict[str, Any], changes: dict[str, Any]) -> Env:

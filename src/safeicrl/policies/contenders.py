@@ -2,20 +2,20 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from safeicrl.agents.api import Agent, WipedAgent, with_options
+from safeicrl.agents.api import Agent, WipedAgent, adapts, with_options
 from safeicrl.agents.reference import ExplorerAgent, PlannerAgent, RandomAgent
 from safeicrl.envs.api import Env
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.envs.wrappers import Wrapped
-from safeicrl.errors import Approximation, UserError, check_budget, unknown_name
+from safeicrl.errors import Approximation, UserError, check_budget, check_integer, unknown_name
 from safeicrl.evaluation.evaluate import evaluate
 from safeicrl.evaluation.results import Results
 from safeicrl.files import RECIPE
-from safeicrl.policies.catalogue import SEED, changed_env, policy_names, run_policies
+from safeicrl.policies.catalogue import HUB, SEED, changed_env, policy_names, run_policies
 from safeicrl.policies.policy import Policy, load_policy
 
 
@@ -45,6 +45,15 @@ class Contender:
             self.policy.warn_beyond(budgets=asked, episodes=count, steps=spec.max_steps)
         settings = {"label": self.label, **settings}
         return evaluate(self.env, self.agent, budgets=budgets, episodes=episodes, meta=self.meta, **settings)
+
+    def adapting(self, *, fresh_episodes: int | None = None, updates: int | None = None) -> "Contender":
+        """The same one with another number of fresh episodes per update, or with at most this many updates."""
+        given = {"fresh_episodes": fresh_episodes, "updates": updates}
+        changes = {name: check_integer(name, value, 0) for name, value in given.items() if value is not None}
+        if changes and not adapts(self.agent):
+            what = ", ".join(f"{name} {value}" for name, value in changes.items())
+            raise UserError(f"{self.label} does not update its parameters: leave out {what}")
+        return replace(self, agent=replace(self.agent, **changes)) if changes else self  # type: ignore[type-var]
 
 
 def _in_room(make: Callable[..., Agent], env: Env) -> Agent:
@@ -95,16 +104,17 @@ def released(
 
 def released_seeds(name_or_path: str, **options: Any) -> dict[str, Contender]:
     """`released`, by name. For a run folder: the best policy of every seed, with one label for all."""
-    if name_or_path in policy_names() or not Path(name_or_path).is_dir():
+    path = Path(name_or_path)
+    if name_or_path in policy_names() or not path.is_dir() or (path / HUB).exists():
         return {name_or_path: released(name_or_path, **options)}
-    files = run_policies(Path(name_or_path))
+    files = run_policies(path)
     return {f"seed {seed}": released(str(path), **options) for seed, path in files.items()}
 
 
 def _name(path: Path) -> str:
     """The name of a policy whose card has none: its file's, or that of its run."""
     path = path.resolve()
-    if SEED.fullmatch(path.stem) or (path.parent / RECIPE).exists():
+    if SEED.fullmatch(path.stem) or (path.parent / RECIPE).exists() or path.name == HUB:
         path = path.parent
     return path.name if path.is_dir() else path.stem
 

@@ -19,6 +19,7 @@ from safeicrl.evaluation.statistics import Summary, rank, summarise
 from safeicrl.files import check_output
 from safeicrl.policies.cards import read_card, save_policy
 from safeicrl.policies.catalogue import (
+    HUB,
     PRETRAINED,
     SEED,
     changed_env,
@@ -163,7 +164,7 @@ def best_seed(folder: Path) -> int:
 
 def _source(name_or_path: str | Path, seed: int | None) -> Path:
     folder = Path(name_or_path)
-    if str(name_or_path) in policy_names() or not folder.is_dir():
+    if str(name_or_path) in policy_names() or not folder.is_dir() or (folder / HUB).exists():
         source = find_policy(name_or_path)
         if seed is not None:
             raise UserError(f"{name_or_path} is a single policy: leave out --seed {seed}, which is for run folders")

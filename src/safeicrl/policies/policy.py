@@ -8,7 +8,7 @@ while True:
     action = policy.act(observation, reward, cost, terminated, truncated)
 
 A policy plays one trial at a time, in one thread at a time. `copy.copy(policy)` is another one, with the same
-weights and without a trial.
+weights and without a trial. docs/deploy.md has all of it: budgets that change, saved contexts, the hard stop.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -35,6 +35,7 @@ from safeicrl.errors import (
     check_seed,
     check_sound,
 )
+from safeicrl.policies import contexts
 from safeicrl.policies.cards import read_card
 from safeicrl.policies.catalogue import find_policy, load_agent, trained_env, trained_episodes
 from safeicrl.tokens import Token, first_token, next_token, usable_budget
@@ -71,9 +72,11 @@ class _Trial:
     agent: Agent  # with the risk of this trial
     memory: PyTree
     key: Key
+    fallback: np.ndarray | None = None  # the action that takes over once a budget is used up
+    stop: "StopReport | None" = None  # how often it did
     guard: "GuardReport | None" = None  # what the guard has done so far
     token: Token | None = None  # the last one, [row]; None before the first call of `act`
-    action: jax.Array | None = None  # [row]
+    action: np.ndarray | None = None  # [row]
     warned: bool = False  # about going beyond what the policy was trained on
 
 
@@ -85,6 +88,16 @@ class GuardReport:
     stepped_in: Any  # whether the guard replaced the policy's last action
     steps: Any  # actions of this trial so far
     interventions: Any  # how many of them the guard replaced
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StopReport:
+    """What the hard stop did; in a batch every number is an array [row]."""
+
+    stopped: Any  # whether the last action was the fallback
+    steps: Any  # actions of this trial so far
+    fallbacks: Any  # how many of them were the fallback
+    episodes: Any  # in how many episodes the budget was used up
 
 
 class Policy:
@@ -118,6 +131,7 @@ class Policy:
         seed: int = 0,
         risk: float | None = None,
         guard: bool = True,
+        fallback: Any = None,
     ) -> None:
         """Begin a trial on a new task (or on `batch` of them): forget everything, take the cost budget(s).
 
@@ -126,25 +140,47 @@ class Policy:
 
         With a guard, `risk` is the chance of breaking the budget that is tolerable at a step; left out, it is the
         one the policy was loaded with. `guard=False` switches the guard off for this trial.
+
+        `fallback` is a hard stop: this action is taken in place of the policy's own whenever nothing is left of an
+        episode's budget. It needs no learning and works for any policy; `policy.stop` counts it.
+
+        The same seed, budgets and calls give the same actions on the same machine.
         """
         agent, _ = with_options(self.env, self.agent, risk=risk, guard=guard)
         budgets = check_budget(budget)
-        if budgets.ndim > 1:
-            raise UserError(f"budget must be a number or a list of numbers, got shape {budgets.shape}")
-        batched = batch is not None or budgets.ndim == 1
+        batched = batch is not None or budgets.ndim > 0
         rows = check_integer("batch", batch if batch is not None else budgets.size, 1, MOST_ROWS)
-        if budgets.ndim == 1 and len(budgets) != rows:
-            raise UserError(f"{len(budgets)} budgets were given for a batch of {rows}")
+        budgets = _budget_per_row(budgets, rows)
         key = jax.random.key(check_seed(seed))
+        stand_in = None if fallback is None else self.env.spec.action.check_action(fallback)
         self.warn_beyond(budgets=budgets)
         with self._alone():
             self._trial = _Trial(
                 batched=batched,
-                budget=usable_budget(jnp.broadcast_to(budgets, (rows,)), self.env.spec),
+                budget=usable_budget(jnp.asarray(budgets), self.env.spec),
                 agent=_with_risk_as_array(agent),
                 memory=_remember(agent, rows, self.env.spec.trial_steps),
                 key=key,
+                fallback=stand_in,
             )
+
+    def change(self, *, budget: float | Sequence[float] | None = None, risk: float | None = None) -> None:
+        """Change the budget or the guard's risk in mid-trial; what was learned stays.
+
+        A new budget holds from the next episode on, in a batch from the next episode of each row; before the first
+        action it holds at once. The episode under way keeps the budget it began with. A new risk holds from the
+        next action on.
+        """
+        with self._alone():
+            trial = self._running("change")
+            agent = trial.agent
+            if risk is not None:
+                agent = _with_risk_as_array(with_options(self.env, self.agent, risk=risk)[0])
+            if budget is not None:
+                budgets = _budget_per_row(check_budget(budget), len(trial.budget))
+                self.warn_beyond(budgets=budgets)
+                trial.budget = usable_budget(jnp.asarray(budgets), self.env.spec)
+            trial.agent = agent
 
     def act(
         self,
@@ -160,12 +196,13 @@ class Policy:
         After an episode has ended, `observation` is the first one of the next episode.
         """
         with self._alone():
-            trial = self._trial
-            if trial is None:
-                raise UserError("act was called before start: begin with policy.start(budget=...)")
+            trial = self._running("act")
             token = self._token(trial, observation, reward, cost, terminated, truncated)
-            trial.memory, trial.key, trial.action, said = _act((trial.agent, token, trial.key), trial.memory)
+            trial.memory, trial.key, chosen, said = _act((trial.agent, token, trial.key), trial.memory)
             trial.token, trial.guard = token, _reported(trial.guard, said)
+            trial.action = np.asarray(chosen)
+            if trial.fallback is not None:
+                self._stop(trial, trial.fallback)
             if not trial.warned:
                 # in a batch, all rows: one that has finished may be waiting for the others
                 beyond = np.asarray(token.time).min() >= self.trained.max_steps
@@ -173,10 +210,78 @@ class Policy:
                 if beyond or second:
                     trial.warned = True
                     self.warn_beyond(episodes=1 + second, steps=self.trained.max_steps + beyond)
-            action = np.asarray(trial.action)
+            action = trial.action.copy()  # callers may write into it
         if trial.batched:
             return action
         return action[0] if self.env.spec.action.shape else int(action[0])
+
+    def _running(self, call: str) -> _Trial:
+        if self._trial is None:
+            raise UserError(f"{call} was called before start: begin with policy.start(budget=...)")
+        return self._trial
+
+    def _stop(self, trial: _Trial, fallback: np.ndarray) -> None:
+        """Replace the actions of the rows that have nothing left to spend, and count them."""
+        assert trial.token is not None
+        assert trial.action is not None
+        left, start = np.asarray(trial.token.ctg), np.asarray(trial.token.start)
+        # less than one unit is nothing, up to rounding; of real-valued costs, exactly nothing
+        unit = self.env.spec.cost_unit
+        spent = left < (1 - ROUNDING) * unit if unit else left <= 0
+        where = spent.reshape((-1,) + (1,) * (trial.action.ndim - 1))
+        trial.action = np.where(where, fallback, trial.action)
+        zero = np.zeros(len(spent), int)
+        before = trial.stop or StopReport(stopped=zero.astype(bool), steps=zero, fallbacks=zero, episodes=zero)
+        trial.stop = StopReport(
+            stopped=spent,
+            steps=before.steps + 1,
+            fallbacks=before.fallbacks + spent,
+            episodes=before.episodes + (spent & (start | ~before.stopped)),
+        )
+
+    def save_context(self, path: str | Path) -> Path:
+        """Write the trial under way, to go on with it after a restart; returns the file's path.
+
+        The file holds what the policy remembers, not the policy: `load_context` takes it into the same policy.
+        """
+        with self._alone():
+            trial = self._running("save_context")
+            risk = getattr(trial.agent, "risk", None)
+            meta = {
+                "batched": trial.batched,
+                "risk": None if risk is None else float(risk),
+                "warned": trial.warned,
+                "has": [name for name in OPTIONAL if getattr(trial, name) is not None],
+            }
+            return contexts.save(Path(path), _arrays(trial), meta=meta, policy=self._identity())
+
+    def load_context(self, path: str | Path) -> None:
+        """Go on with the trial that `save_context` wrote: the same actions as without the interruption.
+
+        A file from a stranger is safe to load: it holds numbers only, all are checked, and nothing in it is run.
+        A file that is damaged, or that was written by another policy or for another environment, is refused.
+        """
+
+        def like(rows: int, has: list[str]) -> dict[str, Any]:
+            trial = eqx.filter_eval_shape(_blank, self.env, self.agent, rows)
+            return {name: value for name, value in trial.items() if name not in OPTIONAL or name in has}
+
+        arrays, meta = contexts.load(
+            Path(path), like, optional=OPTIONAL, policy=self._identity(), spec=self.env.spec
+        )
+        risk, guarded = meta["risk"], getattr(self.agent, "risk", None) is not None
+        options = {"risk": risk} if risk is not None else {"guard": False} if guarded else {}
+        agent, _ = with_options(self.env, self.agent, **options)
+        with self._alone():
+            self._trial = _Trial(
+                batched=meta["batched"],
+                agent=_with_risk_as_array(agent),
+                warned=meta["warned"],
+                **_restored(arrays),
+            )
+
+    def _identity(self) -> str:
+        return contexts.identity(self.agent, {"env": self.card.get("env"), "kind": self.card.get("kind")})
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -194,7 +299,21 @@ class Policy:
         trial = self._trial
         if trial is None or trial.guard is None or trial.batched:
             return None if trial is None else trial.guard
-        return GuardReport(**{name: value[0].item() for name, value in vars(trial.guard).items()})
+        return _single(trial.guard)
+
+    @property
+    def stop(self) -> StopReport | None:
+        """How often the fallback took over in this trial; None without one, or before the first action."""
+        trial = self._trial
+        if trial is None or trial.stop is None or trial.batched:
+            return None if trial is None else trial.stop
+        return _single(trial.stop)
+
+    @property
+    def context(self) -> int | None:
+        """How many of the newest steps it remembers; older ones are forgotten one by one. None: no such limit."""
+        net = getattr(getattr(self.agent, "net", None), "trunk", None)
+        return None if net is None else min(net.config.context, self.env.spec.trial_steps)
 
     @property
     def episodes(self) -> int:
@@ -246,6 +365,67 @@ class Policy:
         if values.shape != shape:
             raise UserError(f"observation must have shape {shape}, got {values.shape}")
         return space.check_observation(check_sound("observation", values)).reshape(rows, *space.shape)
+
+
+ROUNDING = 1e-4  # of a sum of costs, in units
+OPTIONAL = ("token", "action", "fallback", "stop", "guard")  # fields of a trial that may be None
+ON_HOST = ("action", "fallback", "stop", "guard")  # those that are NumPy arrays
+REPORTS: dict[str, Any] = {"stop": StopReport, "guard": GuardReport}
+
+
+def _arrays(trial: _Trial) -> dict[str, Any]:
+    """The fields of a trial that hold its arrays, without those that are None."""
+    fields = {name: getattr(trial, name) for name in ("budget", "memory", "key", *OPTIONAL)}
+    present = {name: value for name, value in fields.items() if name not in OPTIONAL or value is not None}
+    return {
+        name: {part: _stored(numbers) for part, numbers in vars(value).items()} if name in REPORTS else value
+        for name, value in present.items()
+    }
+
+
+def _stored(numbers: np.ndarray) -> np.ndarray:
+    """In a type that JAX has without 64 bits."""
+    return numbers.astype(np.int32) if numbers.dtype.kind == "i" else numbers
+
+
+def _restored(arrays: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a trial from what `_arrays` gave of it."""
+    on_host = lambda value: jax.tree.map(np.array, value)  # noqa: E731
+    fields = {name: on_host(value) if name in ON_HOST else value for name, value in arrays.items()}
+    return fields | {name: REPORTS[name](**fields[name]) for name in REPORTS if name in fields}
+
+
+def _blank(env: Env, agent: Agent, rows: int) -> dict[str, Any]:
+    """What `_arrays` gives of a trial with everything in it; only its shapes are of interest."""
+    numbers, flags = jnp.zeros(rows, int), jnp.zeros(rows, bool)
+    action = env.spec.action.zeros((rows,))
+    return {
+        "budget": jnp.zeros(rows),
+        "memory": _remember(agent, rows, env.spec.trial_steps),
+        "key": jax.random.key(0),
+        "token": _first(env, env.spec.observation.zeros((rows,)), jnp.zeros(rows)),
+        "action": action,
+        "fallback": action[0],
+        "stop": {"stopped": flags, "steps": numbers, "fallbacks": numbers, "episodes": numbers},
+        "guard": {"risk": jnp.zeros(rows), "stepped_in": flags, "steps": numbers, "interventions": numbers},
+    }
+
+
+def _budget_per_row(budgets: np.ndarray, rows: int) -> np.ndarray:
+    """One budget for each row, [row]."""
+    if budgets.ndim > 1:
+        raise UserError(f"budget must be a number or a list of numbers, got shape {budgets.shape}")
+    if budgets.ndim == 1 and len(budgets) != rows:
+        raise UserError(f"{len(budgets)} budgets were given for a batch of {rows}")
+    return np.broadcast_to(budgets, (rows,))
+
+
+Report = TypeVar("Report", GuardReport, StopReport)
+
+
+def _single(report: Report) -> Report:
+    """The report of the only row, in plain numbers."""
+    return type(report)(**{name: value[0].item() for name, value in vars(report).items()})
 
 
 def _array(name: str, value: Any) -> np.ndarray:

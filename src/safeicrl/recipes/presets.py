@@ -3,14 +3,17 @@
 The stages of a recipe share a base. Each lists what it changes there, by the names of the command line.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
+from safeicrl.algos.maml_penalty import MamlPenaltyConfig
 from safeicrl.algos.ppo_lag import default_config
 from safeicrl.algos.registry import find_algo
 from safeicrl.algos.safe_ad import SafeADConfig
+from safeicrl.algos.safe_meta import SafeMetaConfig
 from safeicrl.algos.scared import ScaredConfig
 from safeicrl.config import changed
 from safeicrl.envs.api import Env
@@ -63,6 +66,8 @@ def experiment(algo: str, env: str) -> Experiment:
         return _ppo_lag(env)
     if algo == "safe-ad":
         return _safe_ad(env)
+    if algo in META:
+        return _meta(algo, make_env(env))
     return Experiment(env=make_env(env), algo=config(), train=TrainConfig())
 
 
@@ -86,6 +91,43 @@ def _safe_ad(name: str) -> Experiment:
     # a checkpoint of this size takes seconds to write
     train = TrainConfig(checkpoint_minutes=10.0, evaluation=EvalConfig(every=0, tasks=200))
     return Experiment(env=env, algo=algo, train=train)
+
+
+# -- meta-learners ------------------------------------------------------------------------------------------
+
+META: dict[str, type] = {"maml-penalty": MamlPenaltyConfig, "safe-meta": SafeMetaConfig}
+
+
+def _meta(algo: str, env: Env, **changes: Any) -> Experiment:
+    """A meta-learner at the sizes of the paper's table, with `changes` of its settings."""
+    grid = isinstance(env.spec.observation, Grid)
+    episodes = 17 if grid else 20  # 500 and 1500 steps in a batch
+    sizes = {"batch_episodes": episodes, "fresh_episodes": episodes, **changes}
+    # They limit a mean cost, so about half of the episodes may be over budget: `tolerance` is half, too.
+    evaluation = EvalConfig(every=0, tasks=100, tolerance=0.5)
+    train = TrainConfig(chunk=50 if grid else 1, evaluation=evaluation)
+    return Experiment(env=env, algo=META[algo](**sizes), train=train)
+
+
+def _darkroom_meta(algo: str, name: str) -> Recipe:
+    found = _meta(algo, SafeDarkRoom())
+    return Recipe.single(name, _evaluated(found, every=3000))
+
+
+def _darkroom_meta_small(algo: str, name: str, **changes: Any) -> Recipe:
+    small: dict[str, Any] = {"iterations": 600, "hidden": (32, 32), "batch_episodes": 16, "fresh_episodes": 16}
+    found = _evaluated(_meta(algo, _small_room(), **{**small, **changes}), every=0)
+    return Recipe.single(name, dataclasses.replace(found, train=dataclasses.replace(found.train, minutes=5.0)))
+
+
+def _world_meta(algo: str, name: str, world: str, *args: str) -> Recipe:
+    """A robot. A meta-iteration plays 120,000 steps, so there are fewer of them than in the paper."""
+    return Recipe.single(name, _meta(algo, _world(world, args), iterations=1000))
+
+
+def _evaluated(found: Experiment, **changes: Any) -> Experiment:
+    evaluation = dataclasses.replace(found.train.evaluation, **changes)
+    return dataclasses.replace(found, train=dataclasses.replace(found.train, evaluation=evaluation))
 
 
 # -- the dark room ------------------------------------------------------------------------------------------
@@ -287,6 +329,35 @@ def _arena(
     return Recipe(name=name, stages=stages, env_args=env_args)
 
 
+def _arena_guard(
+    name: str,
+    world: str,
+    *args: str,
+    depth: int,  # steps that the guard looks ahead: as many as the robot needs to stop and to leave a hazard
+    env_args: tuple[str, ...] = (),
+) -> Recipe:
+    """Point or Car with a guard: two stages, and no overspent episodes."""
+    env = _world(world, args)
+    # Three levels are enough, because the motors saturate. The guard then has nine joint actions to judge.
+    net = {"net.guard": depth, "net.levels": 3, "net.heads": 4, "net.saturate": 10, "risk": 0.02}
+    stage = partial(_stage, env, changed(_arena_base(env), net), temperature=0.5)
+    stages = (
+        stage("learn-to-drive", {
+            "iterations": 130, "rows": 768, "episodes": 6, "segments": 2, "net.context": 6 * env.spec.max_steps,
+            "budget_power": 1.0,
+            "penalty.initial": 0.05, "penalty.step": 0.0, "penalty.final_step": 0.002,
+            "ppo.minibatch": 96, "ppo.warmup": 10, "ppo.learning_rate": (1e-3, 5e-4), "ppo.entropy": (0.01, 0.001),
+        }),
+        stage("whole-trials", {
+            "iterations": 200, "budget_power": 1.3, "net.context": 1000,
+            "overtime": 0.15,  # trials past K, long enough to fill the context
+            "penalty.initial": 0.1, "penalty.step": 0.001, "penalty.final_step": 0.01,
+            "ppo.epochs": 2, "ppo.learning_rate": (8e-4, 4e-5), "ppo.entropy": (0.003, 0.0003),
+        }, every=50, tolerance=0.015),
+    )  # fmt: skip
+    return Recipe(name=name, stages=stages, env_args=env_args)
+
+
 def _arena_line(line: Line, *, world: str, args: tuple[str, ...] = ()) -> Experiment:
     """As many steps as the first stage, tanh-normal actions, no spent budgets, and a λ of at most 0.3."""
     env = _world(world, args, line)
@@ -369,6 +440,29 @@ def _track_line(line: Line, *, world: str, changes: dict[str, Any], args: tuple[
     return _line(env, _track_base(env), changes)
 
 
+def _meta_presets(algo: str, short: str, title: str) -> dict[str, Preset]:
+    """A meta-learner in every world."""
+    worlds = {
+        "point": ("safe-dark-point",),
+        "car": ("safe-dark-car", "engine=planar"),
+        "half-cheetah": ("safe-velocity-half-cheetah",),
+        "ant": ("safe-velocity-ant", "engine=euler"),
+    }
+    room, small = f"darkroom-{short}", f"darkroom-{short}-small"
+    found = {
+        room: Preset(summary=f"{title} in the paper's room: one GPU", make=partial(_darkroom_meta, algo, room)),
+        small: Preset(
+            summary=f"{title} in a 5×5 room: two CPU cores, 5 min", make=partial(_darkroom_meta_small, algo, small)
+        ),
+    }
+    for nick, world in worlds.items():
+        name = f"{nick}-{short}"
+        found[name] = Preset(
+            summary=f"{title} for {nick}: one GPU and 16 CPU cores", make=partial(_world_meta, algo, name, *world)
+        )
+    return found
+
+
 # Car is trained in the plane, where it is faster by far, and Ant by Euler steps, 1.8 times as fast as its own
 # (docs/environments.md). Both are exported for the real physics.
 PRESETS: dict[str, Preset] = {
@@ -400,6 +494,16 @@ PRESETS: dict[str, Preset] = {
         ),
         line=partial(_arena_line, world="safe-dark-car", args=("engine=planar",)),
     ),
+    "point-guard": Preset(
+        summary="with a guard, 2 stages: one GPU, 10 min",
+        make=partial(_arena_guard, "point-guard", "safe-dark-point", depth=8),
+    ),
+    "car-guard": Preset(
+        summary="with a guard, 2 stages: one GPU, 10 min",
+        make=partial(
+            _arena_guard, "car-guard", "safe-dark-car", "engine=planar", depth=6, env_args=("engine=auto",)
+        ),
+    ),
     "half-cheetah": Preset(
         summary="2 stages: one GPU and 16 CPU cores, 23 min",
         make=_half_cheetah,
@@ -410,4 +514,6 @@ PRESETS: dict[str, Preset] = {
         make=_ant,
         line=partial(_track_line, world="safe-velocity-ant", changes=SHORT_ANT, args=("engine=euler",)),
     ),
+    **_meta_presets("maml-penalty", "maml", "MAML with penalty"),
+    **_meta_presets("safe-meta", "safe-meta", "SafeMeta"),
 }  # fmt: skip

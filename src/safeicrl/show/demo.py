@@ -1,5 +1,6 @@
 """The demo: the pretrained agent, if there is one, beside the reference agents, on tasks nobody has seen."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -7,12 +8,13 @@ from rich.console import Console
 
 from safeicrl.envs.api import Env
 from safeicrl.envs.dark_room import SafeDarkRoom
-from safeicrl.envs.registry import make_env, nicks
+from safeicrl.envs.registry import WORLDS, make_env, nicks
 from safeicrl.errors import UserError, check_integer, unknown_name
 from safeicrl.evaluation import plots
 from safeicrl.evaluation.archive import save_results
 from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.tables import group, summary_table
+from safeicrl.plugins import HINT, load_entry_points
 from safeicrl.policies.contenders import Contender, reference, released
 from safeicrl.show.films import save_film
 from safeicrl.show.shoot import shoot_robot, shoot_room, unwrapped
@@ -54,23 +56,31 @@ def run(
         plots.save(plots.by_budget(groups), out / "budgets.png"),
         plots.save(plots.over_budget(groups), out / "over-budget.png"),
     ]
-    star = field[0]
-    if isinstance(unwrapped(star.env), SafeDarkRoom):
-        files.append(save_film(shoot_room(star, ROOM_BUDGET, seed=seed), out / "one-room.gif"))
-    else:
-        budget = float(np.mean(star.env.spec.test_budget))
-        files.append(save_film(shoot_robot(star, budget, seed=seed, console=console), out / "one-task.gif"))
+    name = "one-room.gif" if isinstance(unwrapped(field[0].env), SafeDarkRoom) else "one-task.gif"
+    files += film(field[0], out / name, seed=seed, console=console)
     _say_where(console, out, files)
     return files
+
+
+def film(star: Contender, path: Path, *, seed: int = 0, console: Console | None = None) -> list[Path]:
+    """Film one unseen task being learned; nothing for an environment of the user's own, which has no pictures."""
+    world = unwrapped(star.env)
+    if isinstance(world, SafeDarkRoom):
+        return [save_film(shoot_room(star, ROOM_BUDGET, seed=seed), path)]
+    if hasattr(world, "robot"):
+        budget = float(np.mean(star.env.spec.test_budget))
+        return [save_film(shoot_robot(star, budget, seed=seed, console=console), path)]
+    return []
 
 
 def world_name(world: str) -> str:
     """The name of an environment that is given by its short name (`point`) or its own."""
     known = nicks()
-    if world in known.values():
+    load_entry_points()
+    if world in WORLDS:
         return world
     if world not in known:
-        raise unknown_name("world", world, known)
+        raise UserError(f"{unknown_name('world', world, known)} {HINT}")
     return known[world]
 
 
@@ -95,7 +105,8 @@ def contenders(env: Env | None = None, *, world: str = "room", policy: str | Non
 
 
 def _slug(label: str) -> str:
-    return label.replace(",", "").replace(" ", "-")
+    """A file's name for a label, which may come from a stranger's card."""
+    return re.sub(r"[^\w.-]+", "-", label.replace(",", "")).lstrip(".")[:80] or "agent"
 
 
 def _say_where(console: Console, out: Path, files: list[Path]) -> None:

@@ -1,0 +1,339 @@
+"""A policy as an ONNX graph, to act without JAX: one step, with the KV cache as inputs and outputs.
+
+    inputs    observation, previous, action, reward, cost, ctg, start, time, episode     the token (tokens.py)
+              noise                  of the choice; zeros take the most probable action
+              risk                   what the guard tolerates, if there is one; may be left out
+              keys_0, values_0, …, clock, age                                            the cache (transformer.py)
+    outputs   chosen                 the action; with a guard, also risk_taken and stepped_in
+              new_keys_0, …          the cache after the step
+
+All arrays have a leading axis of rows, except clock and risk. The graph is written out by hand, in the order of
+`featurise`, `Transformer.step`, `PolicyNet.distribution` and `Guard.judge`, whose numbers it gives
+(tests/test_onnx.py). The metadata `safeicrl` says in JSON what a runner needs; examples/onnx_runner.py is one.
+"""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from safeicrl.agents.in_context import InContextAgent
+from safeicrl.envs.spaces import Box, Discrete, Grid
+from safeicrl.errors import UserError
+from safeicrl.files import atomic_write
+from safeicrl.nets import guard as guards
+from safeicrl.nets.heads import EDGE, FORBIDDEN, LOG_STD
+from safeicrl.nets.layers import MLP, LayerNorm, Linear
+from safeicrl.nets.transformer import CTG_SCALES, TIME_WAVES, Block
+from safeicrl.policies.policy import Policy
+
+OPSET = 20  # the first with Gelu
+IR = 9  # the first that goes with it
+
+
+def export_onnx(policy: Policy, out: str | Path) -> Path:
+    """Write `policy`, acting at its temperature and risk, as OUT.onnx; needs `pip install 'safeicrl[onnx]'`."""
+    try:
+        onnx = importlib.import_module("onnx")
+    except ImportError:
+        raise UserError("onnx is not installed: pip install 'safeicrl[onnx]'") from None
+    agent = policy.agent
+    if not isinstance(agent, InContextAgent):
+        raise UserError(f"only policies of kind 'net' become ONNX graphs, not {policy.card.get('kind')!r}")
+    if agent.net.guard is not None and agent.risk is not None and not isinstance(policy.env.spec.action, Discrete):
+        raise UserError("the guard of real-valued actions has no ONNX graph: load the policy with guard=False")
+    slots = policy.context
+    assert slots is not None
+    graph = _Step(onnx, agent, slots)
+    meta = _runner_needs(policy, agent, slots)
+    model = onnx.helper.make_model(
+        graph.build(), opset_imports=[onnx.helper.make_opsetid("", OPSET)], ir_version=IR, producer_name="safeicrl"
+    )
+    onnx.helper.set_model_props(model, {"safeicrl": json.dumps(meta)})
+    onnx.checker.check_model(model)
+    path = Path(out).with_suffix(".onnx")
+    atomic_write(path, [model.SerializeToString()])
+    return path
+
+
+def _runner_needs(policy: Policy, agent: InContextAgent, slots: int) -> dict[str, Any]:
+    spec, config = policy.env.spec, agent.net.trunk.config
+    action = spec.action
+    if isinstance(action, Discrete):
+        noise: tuple[str, list[int]] = ("gumbel", [action.n])
+    elif config.levels:
+        noise = ("gumbel", [action.size, config.levels])
+    else:
+        noise = ("normal", [action.size])
+    return {
+        "name": policy.card.get("name"),
+        "env": policy.card["env"],
+        "observation": {"shape": list(spec.observation.shape), "integer": isinstance(spec.observation, Grid)},
+        "action": {"shape": list(action.shape), "integer": isinstance(action, Discrete)},
+        "noise": {"kind": noise[0], "shape": noise[1]},
+        "greedy": agent.temperature == 0,
+        "cost_unit": spec.cost_unit,
+        "layers": config.layers,
+        "cache": [config.heads, config.width // config.heads, slots],
+        "limits": policy.card.get("limits", []),
+    }
+
+
+class _Step:
+    """Builds the graph, node by node; every method returns the name of what it computes."""
+
+    def __init__(self, onnx: Any, agent: InContextAgent, slots: int) -> None:
+        self.onnx, self.agent, self.slots = onnx, agent, slots
+        self.net, self.spec, self.config = agent.net, agent.net.trunk.spec, agent.net.trunk.config
+        self.nodes: list[Any] = []
+        self.weights: list[Any] = []
+        self.inputs: list[Any] = []
+        self.outputs: list[Any] = []
+
+    def build(self) -> Any:
+        """The whole step."""
+        token = self.token()
+        x = self.embed(token)
+        clock, age = self.input("clock", np.int64, []), self.input("age", np.int64, ["row"])
+        first = self.op("And", token["start"], self.op("Equal", token["episode"], self.const(np.int64(0))))
+        forgot = self.op("Where", first, self.const(np.int64(0)), age)
+        now = self.op("Min", self.op("Add", forgot, self.const(np.int64(1))), self.const(np.int64(self.slots)))
+        here = self.op("Mod", clock, self.const(np.int64(self.slots)))
+        index = self.const(np.arange(self.slots))
+        written = self.op("Equal", index, here)  # [slot]
+        back = self.op("Mod", self.op("Sub", clock, index), self.const(np.int64(self.slots)))  # [slot] tokens ago
+        seen = self.op("Less", back, self.op("Unsqueeze", now, self.const(np.array([1]))))  # [row, slot]
+        for layer, block in enumerate(self.net.trunk.blocks):
+            x = self.block(layer, block, x, written, self.op("Unsqueeze", seen, self.const(np.array([1, 2]))))
+        features = self.norm(self.net.trunk.norm_out, x)
+        self.output("new_clock", self.op("Add", clock, self.const(np.int64(1))), np.int64, [])
+        self.output("new_age", now, np.int64, ["row"])
+        self.choose(features, token["ctg"])
+        return self.onnx.helper.make_graph(self.nodes, "act", self.inputs, self.outputs, self.weights)
+
+    # -- the token ------------------------------------------------------------------------------------------
+
+    def token(self) -> dict[str, str]:
+        """The inputs that make a token."""
+        seen, action = self.spec.observation, self.spec.action
+        integer = np.int64 if isinstance(seen, Grid) else np.float32
+        shape = ["row", *seen.shape]
+        names = {name: self.input(name, integer, shape) for name in ("observation", "previous")}
+        kind = np.int64 if isinstance(action, Discrete) else np.float32
+        names["action"] = self.input("action", kind, ["row", *action.shape])
+        for name in ("reward", "cost", "ctg"):
+            names[name] = self.input(name, np.float32, ["row"])
+        names["start"] = self.input("start", np.bool_, ["row"])
+        for name in ("time", "episode"):
+            names[name] = self.input(name, np.int64, ["row"])
+        return names
+
+    def embed(self, token: dict[str, str]) -> str:
+        """`featurise` and the encoder."""
+        spec, column = self.spec, lambda name: self.op("Unsqueeze", name, self.const(np.array([1])))
+        episode = token["episode"]
+        known = self.agent.trained_episodes
+        if known is not None:
+            episode = self.op("Min", episode, self.const(np.int64(known - 1)))
+        first = self.op("And", token["start"], self.op("Equal", episode, self.const(np.int64(0))))
+        if self.config.saturate is not None:
+            episode = self.op("Min", episode, self.const(np.int64(self.config.saturate)))
+        action = self.encode_action(token["action"])
+        action = self.op("Where", column(first), self.const(np.float32(0)), action)
+        ramps = max(spec.train_budget[1], 1.0) * 0.5 ** np.arange(CTG_SCALES)
+        spent = self.op("Div", column(token["ctg"]), self.const(ramps.astype(np.float32)))
+        spent = self.op("Clip", spent, self.const(np.float32(-1)), self.const(np.float32(1)))
+        time = self.op("Div", self.real(column(token["time"])), self.const(np.float32(spec.max_steps)))
+        waves = self.op("Mul", time, self.const((np.pi * 2.0 ** np.arange(TIME_WAVES)).astype(np.float32)))
+        share = self.op("Div", self.real(column(episode)), self.const(np.float32(spec.episodes)))
+        parts = [
+            self.encode(token["observation"]), self.encode(token["previous"]), action, spent,
+            self.op("Sin", waves), self.op("Cos", waves),
+            column(token["reward"]), column(token["cost"]), self.real(column(token["start"])), time, share,
+        ]  # fmt: skip
+        features = self.op("Concat", *parts, axis=1)
+        return self.norm(self.net.trunk.norm_in, self.mlp(self.net.trunk.encoder, features))
+
+    def encode(self, observation: str) -> str:
+        """What a network sees of an observation."""
+        space = self.spec.observation
+        if isinstance(space, Box):
+            return observation
+        columns = [
+            self.one_hot(self.op("Gather", observation, self.const(np.int64(i)), axis=1), size)
+            for i, size in enumerate(space.sizes)
+        ]
+        return self.op("Concat", *columns, axis=1) if len(columns) > 1 else columns[0]
+
+    def encode_action(self, action: str) -> str:
+        """What a network sees of the last action."""
+        space = self.spec.action
+        if isinstance(space, Discrete):
+            return self.one_hot(action, space.n)
+        centre, half = (self.const(np.float32(x)) for x in space.centre_and_half())
+        return self.op("Div", self.op("Sub", action, centre), half)
+
+    # -- the network ----------------------------------------------------------------------------------------
+
+    def block(self, layer: int, block: Block, x: str, written: str, seen: str) -> str:
+        """Attention over the cache with this step's keys and values in it, then the MLP."""
+        config, slots = self.config, self.slots
+        heads, size = config.heads, config.width // config.heads
+        keys = self.input(f"keys_{layer}", np.float32, ["row", heads, size, slots])
+        values = self.input(f"values_{layer}", np.float32, ["row", heads, slots, size])
+        qkv = self.linear(block.qkv, self.norm(block.norm_attention, x))
+        parts = self.split(qkv, 3)
+        shape = lambda *tail: self.const(np.array([-1, heads, *tail]))  # noqa: E731
+        q, k, v = (
+            self.op("Reshape", part, shape(*tail))
+            for part, tail in zip(parts, ((1, size), (size, 1), (1, size)), strict=True)
+        )
+        keys = self.op("Where", written, k, keys, out=f"new_keys_{layer}")
+        self.output(f"new_keys_{layer}", keys, np.float32, ["row", heads, size, slots])
+        down = self.op("Reshape", written, self.const(np.array([slots, 1])))
+        values = self.op("Where", down, v, values, out=f"new_values_{layer}")
+        self.output(f"new_values_{layer}", values, np.float32, ["row", heads, slots, size])
+        scores = self.op("Mul", self.op("MatMul", q, keys), self.const(np.float32(size**-0.5)))
+        scores = self.op("Where", seen, scores, self.const(np.float32(-np.inf)))
+        attended = self.op("MatMul", self.op("Softmax", scores, axis=-1), values)
+        attended = self.op("Reshape", attended, self.const(np.array([-1, config.width])))
+        x = self.op("Add", x, self.linear(block.out, attended))
+        return self.op("Add", x, self.mlp(block.mlp, self.norm(block.norm_mlp, x)))
+
+    def linear(self, layer: Linear, x: str) -> str:
+        """x W + b."""
+        y = self.op("MatMul", x, self.const(np.asarray(layer.weight, np.float32)))
+        return y if layer.bias is None else self.op("Add", y, self.const(np.asarray(layer.bias, np.float32)))
+
+    def mlp(self, layers: MLP, x: str) -> str:
+        """Linear → GELU → linear."""
+        return self.linear(layers.second, self.op("Gelu", self.linear(layers.first, x), approximate="tanh"))
+
+    def norm(self, layer: LayerNorm, x: str) -> str:
+        """Layer norm of the last axis."""
+        scale, offset = (self.const(np.asarray(part, np.float32)) for part in (layer.scale, layer.offset))
+        return self.op("LayerNormalization", x, scale, offset, axis=-1, epsilon=1e-5)
+
+    # -- the choice -----------------------------------------------------------------------------------------
+
+    def choose(self, features: str, ctg: str) -> None:
+        """The action: the one whose score plus noise is greatest, or the Gaussian at the noise."""
+        space, levels = self.spec.action, self.config.levels
+        temperature = self.agent.temperature or 1.0  # greedy is noise of zero
+        out = self.mlp(self.net.actor, features)
+        if isinstance(space, Discrete):
+            logits = self.op("Div", out, self.const(np.float32(temperature)))
+            scores = self.op("Add", logits, self.input("noise", np.float32, ["row", space.n]))
+            if self.net.guard is not None and self.agent.risk is not None:
+                scores = self.guarded(features, ctg, scores)
+            self.output("chosen", self.op("ArgMax", scores, axis=1, keepdims=0), np.int64, ["row"])
+        elif levels:
+            logits = self.op("Reshape", out, self.const(np.array([-1, space.size, levels])))
+            logits = self.op("Div", logits, self.const(np.float32(temperature)))
+            scores = self.op("Add", logits, self.input("noise", np.float32, ["row", space.size, levels]))
+            level = self.real(self.op("ArgMax", scores, axis=2, keepdims=0))
+            step = self.const(np.float32((space.high - space.low) / (levels - 1)))
+            action = self.op("Add", self.const(np.float32(space.low)), self.op("Mul", step, level))
+            self.output("chosen", action, np.float32, ["row", space.size])
+        else:
+            self.gaussian(out, temperature)
+
+    def gaussian(self, out: str, temperature: float) -> None:
+        """`TanhNormal`."""
+        space, (low, high) = self.spec.action, LOG_STD
+        assert isinstance(space, Box)
+        mean, spread = self.split(out, 2)
+        share = self.op("Sigmoid", self.op("Add", spread, self.const(np.float32(1))))
+        log_std = self.op("Mul", share, self.const(np.float32(high - low)))
+        log_std = self.op("Add", log_std, self.const(np.float32(low + 0.5 * np.log(temperature))))
+        noise = self.input("noise", np.float32, ["row", space.size])
+        raw = self.op("Add", mean, self.op("Mul", self.op("Exp", log_std), noise))
+        centre, half = space.centre_and_half()
+        action = self.op("Mul", self.op("Tanh", raw), self.const(np.float32(half * EDGE)))
+        self.output(
+            "chosen", self.op("Add", action, self.const(np.float32(centre))), np.float32, ["row", space.size]
+        )
+
+    def guarded(self, features: str, ctg: str, scores: str) -> str:
+        """`Guard.judge`: the scores with those of forbidden actions out of reach; also what the guard did."""
+        guard = self.net.guard
+        assert guard is not None
+        count, actions = guard.thresholds, guard.choices
+        risk = self.input("risk", np.float32, [], default=np.float32(self.agent.risk))  # type: ignore[arg-type]
+        shape = self.const(np.array([-1, guard.depth, count, actions]))
+        logits = self.op("Reshape", self.mlp(guard.head, features), shape)
+        logits = self.op(
+            "Gather", logits, self.const(np.int64(guard.depth - 1)), axis=1
+        )  # [row, threshold, action]
+        left = self.op("Div", self.op("Relu", ctg), self.const(np.float32(guard.unit)))
+        left = self.op("Floor", self.op("Add", left, self.const(np.float32(guards.NEAR))))
+        left = self.op("Cast", left, to=self.onnx.TensorProto.INT64)
+        last = self.const(np.int64(count - 1))
+        at = self.op("Reshape", self.op("Min", left, last), self.const(np.array([-1, 1, 1])))
+        at = self.op("Expand", at, self.const(np.array([1, 1, actions])))
+        chance = self.op(
+            "Sigmoid", self.op("Squeeze", self.op("GatherElements", logits, at, axis=1), self.const(np.array([1])))
+        )
+        enough = self.op("Unsqueeze", self.op("Greater", left, last), self.const(np.array([1])))
+        chance = self.op("Where", enough, self.const(np.float32(0)), chance)
+        least = self.op("ReduceMin", chance, self.const(np.array([1])), keepdims=1)
+        slack = self.op("Mul", least, self.const(np.float32(guards.SLACK)))
+        allowed = self.op("LessOrEqual", chance, self.op("Max", risk, slack))
+        safe = self.op("Where", allowed, scores, self.const(np.float32(FORBIDDEN)))
+        taken = self.one_hot(self.op("ArgMax", safe, axis=1, keepdims=0), actions)
+        asked = self.one_hot(self.op("ArgMax", scores, axis=1, keepdims=0), actions)
+        total = lambda x, y: self.op("ReduceSum", self.op("Mul", x, y), self.const(np.array([1])), keepdims=0)  # noqa: E731
+        self.output("risk_taken", total(chance, taken), np.float32, ["row"])
+        fine = total(self.real(allowed), asked)
+        self.output("stepped_in", self.op("Less", fine, self.const(np.float32(0.5))), np.bool_, ["row"])
+        return safe
+
+    # -- ONNX -----------------------------------------------------------------------------------------------
+
+    def split(self, x: str, parts: int) -> list[str]:
+        """Equal parts of the second axis."""
+        names = [f"split_{len(self.nodes)}_{part}" for part in range(parts)]
+        self.nodes.append(self.onnx.helper.make_node("Split", [x], names, axis=1, num_outputs=parts))
+        return names
+
+    def op(self, kind: str, *inputs: str, out: str | None = None, **settings: Any) -> str:
+        """One operation with one result, called `out` if that is given."""
+        name = out or f"{kind.lower()}_{len(self.nodes)}"
+        self.nodes.append(self.onnx.helper.make_node(kind, list(inputs), [name], **settings))
+        return name
+
+    def const(self, value: Any) -> str:
+        """A number or an array of the graph itself."""
+        array = np.asarray(value)
+        name = f"constant_{len(self.weights)}"
+        self.weights.append(self.onnx.numpy_helper.from_array(array, name))
+        return name
+
+    def input(self, name: str, kind: type, shape: list, default: Any = None) -> str:
+        """An input of the graph; one with a default may be left out."""
+        self.inputs.append(self.onnx.helper.make_tensor_value_info(name, self.kind(kind), shape))
+        if default is not None:
+            self.weights.append(self.onnx.numpy_helper.from_array(np.asarray(default), name))
+        return name
+
+    def output(self, name: str, value: str, kind: type, shape: list) -> None:
+        """Give a value out; a large one has its name already, and needs no copy."""
+        if value != name:
+            self.nodes.append(self.onnx.helper.make_node("Identity", [value], [name]))
+        self.outputs.append(self.onnx.helper.make_tensor_value_info(name, self.kind(kind), shape))
+
+    def kind(self, kind: type) -> int:
+        """ONNX's number for a NumPy type."""
+        return self.onnx.helper.np_dtype_to_tensor_dtype(np.dtype(kind))
+
+    def real(self, x: str) -> str:
+        """As float32."""
+        return self.op("Cast", x, to=self.onnx.TensorProto.FLOAT)
+
+    def one_hot(self, index: str, size: int) -> str:
+        """[row] int → [row, size] float; −1 is like the last index, and is masked by its reader."""
+        return self.op(
+            "OneHot", index, self.const(np.int64(size)), self.const(np.array([0, 1], np.float32)), axis=-1
+        )

@@ -1,0 +1,129 @@
+"""Environments and algorithms of others on the command line: entry points and --import."""
+
+import importlib.metadata
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from safeicrl import cli, plugins, provenance
+from safeicrl.algos import registry as algos
+from safeicrl.envs import registry
+
+LEVERS = Path(__file__).parent.parent / "examples" / "custom_env.py"
+
+MODULE = """
+from safeicrl.algos import registry as algos
+from safeicrl.envs.dark_room import SafeDarkRoom
+from safeicrl.envs.registry import register
+
+class {name}(SafeDarkRoom):
+    "A room of one's own."
+
+register("{world}", {name})
+algos.register("{world}-algo", algos.Entry(algorithm="standin:TableAlgorithm", config="standin:TableConfig"))
+"""
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A folder to work in; nothing that a test registers there stays."""
+    monkeypatch.chdir(tmp_path)
+    tables = [(table, dict(table)) for table in (registry.WORLDS, algos.ALGOS)]
+    monkeypatch.setattr(plugins, "imported", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    modules = set(sys.modules)
+    yield tmp_path
+    for table, before in tables:
+        table.clear()
+        table.update(before)
+    for name in set(sys.modules) - modules:
+        if name in ("my_room", "other_room", "my_levers", "my_algorithm"):
+            del sys.modules[name]
+
+
+def test_a_module_is_imported_by_name_or_by_file_for_one_command(elsewhere, capsys):
+    (elsewhere / "my_room.py").write_text(MODULE.format(name="Own", world="own-room"))
+    (elsewhere / "other_room.py").write_text(MODULE.format(name="Other", world="other-room"))
+    for before in ("--import my_room list --import=other_room.py", "list --import other_room.py --import my_room"):
+        assert cli.main(before.split()) == 0
+        said = capsys.readouterr().out
+        assert "own-room" in said
+        assert "other-room-algo" in said
+        assert "A room of one's own." in said
+    assert plugins.imported == ["my_room", "other_room.py", "other_room.py", "my_room"]
+    assert provenance.surroundings()["imports"] == plugins.imported
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("--import no_such_module list", "cannot import no_such_module: No module named 'no_such_module'"),
+        ("--import nothing.py list", "cannot import nothing.py: there is no such file"),
+        ("--import broken.py list", "cannot import broken.py: one line"),
+        ("--import json.py list", "another module is called 'json'"),
+        ("list --import", "--import takes the name of a module"),
+        ("evaluate --agent random --env own-room", "unknown environment 'own-room'.*--import MODULE"),
+        ("train --algo own --env safe-dark-room", "unknown algorithm 'own'.*--import MODULE"),
+    ],
+)
+def test_what_cannot_be_imported_is_one_line(elsewhere, capsys, asked, words):
+    (elsewhere / "broken.py").write_text("raise RuntimeError('one line\\nand another')")
+    (elsewhere / "json.py").write_text("")
+    assert cli.main(asked.split()) == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert re.search(words, said)
+    assert "broken" not in sys.modules
+    assert plugins.imported == []
+
+
+def test_an_entry_point_is_loaded_when_its_name_is_asked_for(elsewhere, monkeypatch):
+    (elsewhere / "my_room.py").write_text(MODULE.format(name="Own", world="own-room"))
+    sys.path.insert(0, str(elsewhere))
+    points = [
+        importlib.metadata.EntryPoint(name="own", value="my_room", group="safeicrl"),
+        importlib.metadata.EntryPoint(name="bad", value="no_such_module", group="safeicrl"),
+    ]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points if group == "safeicrl" else [])
+    plugins.load_entry_points.cache_clear()
+    assert "my_room" not in sys.modules
+    with pytest.warns(UserWarning, match="the entry point bad = no_such_module cannot be loaded"):
+        env = registry.make_env("own-room", size=4, obstacles=3)
+    assert env.size == 4
+    plugins.load_entry_points.cache_clear()
+
+
+def test_a_world_of_ones_own_is_evaluated_and_shown_from_the_command_line(elsewhere, capsys):
+    (elsewhere / "my_levers.py").write_text(LEVERS.read_text())
+    sizes = "--tasks 4 --budget-count 4 --episodes 2"
+    assert cli.main(f"evaluate --import my_levers --agent random --env hot-levers {sizes} --out found".split()) == 0
+    meta = json.loads((elsewhere / "found.json").read_text())["meta"]
+    assert meta["imports"] == ["my_levers"]
+    assert meta["env"]["name"] == "hot-levers"
+    capsys.readouterr()
+    assert cli.main(["demo", "hot-levers"]) == 2  # which is known now, but no policy ships for it
+    assert "unknown policy 'hot-levers'" in capsys.readouterr().err
+
+
+def test_an_algorithm_of_ones_own_takes_at_most_60_lines_and_trains_from_the_command_line(elsewhere, capsys):
+    script = LEVERS.with_name("custom_algorithm.py")
+    assert len(script.read_text().splitlines()) <= 60
+    (elsewhere / "my_levers.py").write_text(LEVERS.read_text())
+    (elsewhere / "my_algorithm.py").write_text(script.read_text())
+    modules = "--import my_levers --import my_algorithm.py"
+    sizes = "--algo.rows 8 --algo.ppo.minibatch 8 --algo.ppo.epochs 1 --algo.net.width 8 --algo.net.layers 1"
+    more = "--algo.net.heads 2 --algo.net.context 40 --evaluation.tasks 4 --evaluation.segments 1 --iterations 1"
+    command = f"train {modules} --algo plain-ppo --env hot-levers --env.episodes 2 {sizes} {more} --out run"
+    assert cli.main(command.split()) == 0
+    config = json.loads((elsewhere / "run" / "config.json").read_text())
+    assert config["imports"] == ["my_levers", "my_algorithm.py"]
+    assert config["algo"]["name"] == "plain-ppo"
+    (line, *_) = (json.loads(text) for text in (elsewhere / "run" / "metrics.jsonl").read_text().splitlines())
+    assert line["lambda"] == 0
+    assert line["env_steps"] == 8 * 2 * 10
+    assert 0 < line["return"] < 10
+    card = json.loads((elsewhere / "run" / "best-seed0.json").read_text())
+    assert (card["kind"], card["net"]["width"], card["env"]["name"]) == ("net", 8, "hot-levers")

@@ -1,0 +1,138 @@
+"""Runs that begin with a released policy, and runs that have reached their limit before they begin."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from networks import random_weights
+from rich.console import Console
+from standin import ROOM, TableAlgorithm, TableConfig
+
+from safeicrl import train as module
+from safeicrl.agents.in_context import InContextAgent
+from safeicrl.agents.mlp import MlpAgent
+from safeicrl.algos.scared import Scared, ScaredConfig
+from safeicrl.envs.registry import env_to_plain
+from safeicrl.errors import UserError
+from safeicrl.nets.heads import PolicyNet
+from safeicrl.nets.transformer import NetConfig
+from safeicrl.optimisers.ddpg import DDPGConfig
+from safeicrl.optimisers.ppo import PPOConfig
+from safeicrl.policies.cards import save_policy
+from safeicrl.train import EvalConfig, TrainConfig, train
+
+NET = NetConfig(width=8, layers=1, heads=2, context=20)
+VARIANT = dataclasses.replace(ROOM, max_steps=7, train_budget=(0.0, 5.0))  # a variant of the policy's own room
+
+
+def learner(optimiser: str = "ppo", **net) -> Scared:
+    config = ScaredConfig(
+        rows=4, net=dataclasses.replace(NET, **net), optimiser=optimiser, ppo=PPOConfig(minibatch=4),
+        ddpg=DDPGConfig(capacity=8, batch=4),
+    )  # fmt: skip
+    return Scared(VARIANT, config)
+
+
+def released(path, **net) -> PolicyNet:
+    config = dataclasses.replace(NET, **net)
+    weights = random_weights(PolicyNet, config, ROOM.spec)
+    card = {"kind": "net", "net": dataclasses.asdict(config), "env": env_to_plain(ROOM)}
+    save_policy(path, InContextAgent(net=weights), {**card, **({"risk": 0.1} if config.guard else {})})
+    return weights
+
+
+def zeros(algorithm, seeds=1):
+    """A first state with nothing in it, without a program to compile."""
+    shapes = eqx.filter_eval_shape(module._init, algorithm, 0, seeds)
+    is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)  # noqa: E731
+
+    def fill(x):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.split(jax.random.key(0), seeds) if x.shape else jax.random.key(0)
+        return jnp.zeros(x.shape, x.dtype)
+
+    return jax.tree.map(lambda x: fill(x) if is_shape(x) else x, shapes)
+
+
+def first_state(algorithm, start, seeds=1):
+    return module._beginning(algorithm, str(start))(zeros(algorithm, seeds), seeds).optimiser
+
+
+def same(one, other) -> bool:
+    pairs = zip(*(jax.tree.leaves(eqx.filter(x, eqx.is_array)) for x in (one, other)), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs)
+
+
+def test_a_run_begins_with_a_released_policy_and_new_critics(tmp_path):
+    weights = released(tmp_path / "policy.safetensors")
+    state = first_state(learner(), tmp_path / "policy")
+    assert same(state.net.policy, weights)
+    assert state.net.policy.trunk.spec == VARIANT.spec
+    blank = zeros(learner()).optimiser
+    assert same((state.net.reward_critic, state.net.cost_critic), (blank.net.reward_critic, blank.net.cost_critic))
+
+
+def test_all_seeds_begin_with_it(tmp_path):
+    weights = released(tmp_path / "policy.safetensors")
+    policy = eqx.filter(first_state(learner(), tmp_path / "policy", seeds=2).net.policy, eqx.is_array)
+    for each in (jax.tree.map(lambda x: x[0], policy), jax.tree.map(lambda x: x[1], policy)):
+        assert same(each, weights)
+
+
+def test_off_policy_too(tmp_path):
+    weights = released(tmp_path / "policy.safetensors")
+    state = first_state(learner("ddpg"), tmp_path / "policy")
+    assert same(state.net.policy, weights)
+    assert same(state.slow.actor, weights.actor)
+
+
+def test_a_guard_is_taken_over_only_if_both_have_one(tmp_path):
+    bare, own = released(tmp_path / "bare.safetensors"), released(tmp_path / "own.safetensors", guard=1)
+    assert same(first_state(learner(guard=1), tmp_path / "own").net.policy.guard, own.guard)
+    started = first_state(learner(guard=1), tmp_path / "bare").net.policy
+    assert same(started.actor, bare.actor)
+    assert same(started.guard, zeros(learner(guard=1)).optimiser.net.policy.guard)
+    assert first_state(learner(), tmp_path / "own").net.policy.guard is None
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    released(tmp_path / "wide.safetensors", width=16)
+    with pytest.raises(UserError, match=r"wide has width 16, this run has 8: use --algo\.net\.width 16"):
+        first_state(learner(), tmp_path / "wide")
+    card = {"kind": "mlp", "hidden": [4], "env": env_to_plain(ROOM)}
+    save_policy(tmp_path / "mlp.safetensors", MlpAgent.build(ROOM.spec, (4,)), card)
+    with pytest.raises(UserError, match="has width None, this run has 8"):
+        first_state(learner(), tmp_path / "mlp")
+    released(tmp_path / "policy.safetensors")
+    smaller = Scared(dataclasses.replace(VARIANT, size=4), learner().config)
+    with pytest.raises(UserError, match=r"does not fit: an array of its network is \(34, 16\), here \(38, 16\)"):
+        first_state(smaller, tmp_path / "policy")
+    with pytest.raises(UserError, match="no policy and no run folder at"):
+        first_state(learner(), tmp_path / "none")
+    table = TableAlgorithm(ROOM, TableConfig())
+    with pytest.raises(UserError, match="TableAlgorithm cannot start with a policy"):
+        train(table, TrainConfig(iterations=1, start=str(tmp_path / "policy")), out=tmp_path / "run")
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_however_short_the_time_a_run_learns_something_and_a_resumed_one_says_that_it_is_over(tmp_path, capsys):
+    algorithm, evaluation = TableAlgorithm(ROOM, TableConfig()), EvalConfig(tasks=4, segments=1)
+    config = TrainConfig(minutes=1e-6, evaluation=evaluation)
+    trained = train(algorithm, config, out=tmp_path / "run")
+    assert trained.status.iteration == 1
+    assert trained.status.best[0]["iteration"] == 1
+    capsys.readouterr()
+    again = train(algorithm, config, out=tmp_path / "run", resume=True, console=Console(width=500))
+    said = capsys.readouterr().out
+    assert "has used its 1e-06 minutes" in said
+    assert "a larger --minutes goes on" in said
+    assert "compil" not in said
+    assert again.status.iteration == 1
+    more = dataclasses.replace(config, minutes=None, iterations=1)
+    train(algorithm, more, out=tmp_path / "run", resume=True, console=Console(width=500))
+    assert "has done its 1 iterations; a larger --iterations goes on" in capsys.readouterr().out
+    longer = dataclasses.replace(more, iterations=2)
+    assert train(algorithm, longer, out=tmp_path / "run", resume=True).status.iteration == 2
