@@ -111,23 +111,20 @@ def _meta(algo: str, env: Env, **changes: Any) -> Experiment:
 
 def _darkroom_meta(algo: str, name: str) -> Recipe:
     found = _meta(algo, SafeDarkRoom())
-    return Recipe.single(name, _evaluated(found, every=3000))
+    evaluation = dataclasses.replace(found.train.evaluation, every=3000)
+    train = dataclasses.replace(found.train, evaluation=evaluation)
+    return Recipe.single(name, dataclasses.replace(found, train=train))
 
 
-def _darkroom_meta_small(algo: str, name: str, **changes: Any) -> Recipe:
-    small: dict[str, Any] = {"iterations": 600, "hidden": (32, 32), "batch_episodes": 16, "fresh_episodes": 16}
-    found = _evaluated(_meta(algo, _small_room(), **{**small, **changes}), every=0)
+def _darkroom_meta_small(algo: str, name: str) -> Recipe:
+    small = {"iterations": 400, "tasks": 12, "hidden": (32, 32), "batch_episodes": 16, "fresh_episodes": 16}
+    found = _meta(algo, _small_room(), **small)
     return Recipe.single(name, dataclasses.replace(found, train=dataclasses.replace(found.train, minutes=5.0)))
 
 
 def _world_meta(algo: str, name: str, world: str, *args: str) -> Recipe:
     """A robot. A meta-iteration plays 120,000 steps, so there are fewer of them than in the paper."""
     return Recipe.single(name, _meta(algo, _world(world, args), iterations=1000))
-
-
-def _evaluated(found: Experiment, **changes: Any) -> Experiment:
-    evaluation = dataclasses.replace(found.train.evaluation, **changes)
-    return dataclasses.replace(found, train=dataclasses.replace(found.train, evaluation=evaluation))
 
 
 # -- the dark room ------------------------------------------------------------------------------------------
