@@ -22,6 +22,8 @@ class Wrapped:
     def __post_init__(self) -> None:
         if isinstance(self.inner, Wrapped):  # `inner` also refuses an unknown name or parameter
             raise UserError(f"{self.what} must be made from another environment, not from {self.name}")
+        if hasattr(self.inner, "restart"):
+            raise UserError(f"{self.what} must be made from an environment in JAX; {self.name} is one of Gymnasium")
 
     @property
     def what(self) -> str:

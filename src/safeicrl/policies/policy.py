@@ -13,11 +13,12 @@ weights and without a trial. docs/deploy.md has all of it: budgets that change, 
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -70,6 +71,7 @@ class _Trial:
     batched: bool
     budget: jax.Array  # [row]
     agent: Agent  # with the risk of this trial
+    ready: "_Ready"  # the same, as its compiled program takes it
     memory: PyTree
     key: Key
     fallback: np.ndarray | None = None  # the action that takes over once a budget is used up
@@ -158,7 +160,7 @@ class Policy:
             self._trial = _Trial(
                 batched=batched,
                 budget=usable_budget(jnp.asarray(budgets), self.env.spec),
-                agent=_with_risk_as_array(agent),
+                **_for_trial(agent),
                 memory=_remember(agent, rows, self.env.spec.trial_steps),
                 key=key,
                 fallback=stand_in,
@@ -173,14 +175,14 @@ class Policy:
         """
         with self._alone():
             trial = self._running("change")
-            agent = trial.agent
+            made = {}
             if risk is not None:
-                agent = _with_risk_as_array(with_options(self.env, self.agent, risk=risk)[0])
+                made = _for_trial(with_options(self.env, self.agent, risk=risk)[0])
             if budget is not None:
                 budgets = _budget_per_row(check_budget(budget), len(trial.budget))
                 self.warn_beyond(budgets=budgets)
                 trial.budget = usable_budget(jnp.asarray(budgets), self.env.spec)
-            trial.agent = agent
+            vars(trial).update(made)
 
     def act(
         self,
@@ -198,7 +200,7 @@ class Policy:
         with self._alone():
             trial = self._running("act")
             token = self._token(trial, observation, reward, cost, terminated, truncated)
-            trial.memory, trial.key, chosen, said = _act((trial.agent, token, trial.key), trial.memory)
+            trial.memory, trial.key, chosen, said = _act((trial.ready, token, trial.key), trial.memory)
             trial.token, trial.guard = token, _reported(trial.guard, said)
             trial.action = np.asarray(chosen)
             if trial.fallback is not None:
@@ -275,7 +277,7 @@ class Policy:
         with self._alone():
             self._trial = _Trial(
                 batched=meta["batched"],
-                agent=_with_risk_as_array(agent),
+                **_for_trial(agent),
                 warned=meta["warned"],
                 **_restored(arrays),
             )
@@ -477,20 +479,48 @@ def _remember(agent: Agent, rows: int, steps: int) -> PyTree:
     return agent.extend(agent.init(None, rows), steps)
 
 
-@eqx.filter_jit(donate="all-except-first")
-def _act(agent_token_key: tuple[Agent, Token, Key], memory: PyTree) -> tuple[PyTree, Key, jax.Array, PyTree]:
+class _Ready(NamedTuple):
+    """An agent taken apart once, at the start of a trial: `eqx.filter_jit` would do it at every step, for longer
+    than the step itself takes."""
+
+    arrays: list[jax.Array]
+    program: Callable[[list[jax.Array], Token, Key, PyTree], tuple]
+
+
+def _act(ready_token_key: tuple[_Ready, Token, Key], memory: PyTree) -> tuple[PyTree, Key, jax.Array, PyTree]:
     """One step of the agent, whose memory (a KV cache) is updated in place; last, what its guard said, if any."""
-    agent, token, key = agent_token_key
-    next_key, key = jax.random.split(key)
-    memory, action, extras = agent.act(memory, token, key)
-    said = {name: extras[name] for name in ("risk", "stepped_in") if isinstance(extras, dict) and name in extras}
-    return memory, next_key, action, said
+    ready, token, key = ready_token_key
+    return ready.program(ready.arrays, token, key, memory)
 
 
-def _with_risk_as_array(agent: Agent) -> Agent:
-    """As an argument of the compiled step and not a constant in it: another risk compiles nothing."""
+@functools.lru_cache(maxsize=64)
+def _program(structure: Any, others: tuple, form: Any) -> Callable:
+    """The compiled step of all agents that differ in their arrays only."""
+
+    @functools.partial(jax.jit, donate_argnums=3)
+    def act(arrays: list[jax.Array], token: Token, key: Key, memory: PyTree) -> tuple:
+        agent = eqx.combine(jax.tree.unflatten(structure, arrays), jax.tree.unflatten(form, others))
+        next_key, key = jax.random.split(key)
+        memory, action, extras = agent.act(memory, token, key)
+        said = {
+            name: extras[name] for name in ("risk", "stepped_in") if isinstance(extras, dict) and name in extras
+        }
+        return memory, next_key, action, said
+
+    return act
+
+
+def _for_trial(agent: Agent) -> dict[str, Any]:
+    """The fields `agent` and `ready` of a trial.
+
+    The risk is an array, an argument of the compiled step and not a constant in it: another risk compiles nothing.
+    """
     risk = getattr(agent, "risk", None)
-    return agent if risk is None else dataclasses.replace(agent, risk=jnp.float32(risk))  # type: ignore[type-var]
+    if risk is not None:
+        agent = dataclasses.replace(agent, risk=jnp.float32(risk))  # type: ignore[type-var]
+    arrays, static = eqx.partition(agent, eqx.is_array)
+    (leaves, structure), (others, form) = jax.tree.flatten(arrays), jax.tree.flatten(static)
+    return {"agent": agent, "ready": _Ready(arrays=leaves, program=_program(structure, tuple(others), form))}
 
 
 def _reported(before: GuardReport | None, said: dict[str, jax.Array]) -> GuardReport | None:
