@@ -4,6 +4,8 @@ python bench/guard.py safe-dark-room-guard    → results/POLICY/calibration.jso
 
 Both parts use other tasks than the reported ones (another seed). The chance is that of the next step's cost, at the
 action that was taken, at every step of a trial. The risks are those of `policy.start(risk=...)`.
+
+`--breaks` asks another question, and draws nothing: what did the guard say where budgets were broken after all?
 """
 
 import argparse
@@ -29,22 +31,61 @@ from safeicrl.trial import run_trials, sample_queue
 
 EDGES = np.array([0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 1.0])  # of predicted chances
 RISKS = (0.005, 0.01, 0.03, 0.1, 0.3)
+BEFORE = (0, 1, 2, 4, 8)  # steps before a budget is broken
 
 
-@eqx.filter_jit
-def chances(env: Env, agent: InContextAgent, split: str, tasks: int, key: jax.Array) -> tuple:
-    """Predicted chance and occurrence of a cost at every step, and which steps were played; all [trial, time]."""
+def play(env: Env, agent: InContextAgent, split: str, tasks: int, key: jax.Array) -> tuple:
+    """Trials, the network's features of them, and the index of each action that was taken; all [trial, time]."""
     task_key, play_key = jax.random.split(key)
     queue, budgets = sample_queue(env, split, env.spec.test_budget, (tasks, 1), task_key)
     trials = run_trials(
         env, agent, queue, budgets, play_key, episodes=env.spec.episodes, steps=env.spec.trial_steps
     )
-    net = agent.net
-    features = net.trunk.forward(trials.token, trials.trial)
-    index = net.distribution(features).index(trials.action)
-    logits = net.guard.logits(features)[..., 0, 0, :]  # one step ahead, any cost
+    features = agent.net.trunk.forward(trials.token, trials.trial)
+    return trials, features, agent.net.distribution(features).index(trials.action)
+
+
+@eqx.filter_jit
+def chances(env: Env, agent: InContextAgent, split: str, tasks: int, key: jax.Array) -> tuple:
+    """Predicted chance and occurrence of a cost at every step, and which steps were played; all [trial, time]."""
+    trials, features, index = play(env, agent, split, tasks, key)
+    logits = agent.net.guard.logits(features)[..., 0, 0, :]  # one step ahead, any cost
     predicted = jax.nn.sigmoid(jnp.take_along_axis(logits, index[..., None], -1)[..., 0])
     return predicted, trials.cost > 0, trials.valid
+
+
+@eqx.filter_jit
+def verdicts(env: Env, agent: InContextAgent, tasks: int, key: jax.Array) -> tuple:
+    """What is left, the cost, the risk of the action taken and of the safest one; all [trial, time]."""
+    trials, features, index = play(env, agent, "test", tasks, key)
+    risks = agent.net.guard.judge(features, trials.token.ctg, agent.risk).risk
+    taken = jnp.take_along_axis(risks, index[..., None], -1)[..., 0]
+    return trials.token.ctg, trials.cost, taken, risks.min(-1), trials.token.episode, trials.valid
+
+
+def breaks(env: Env, agent: InContextAgent, tasks: int, seed: int) -> list[dict[str, float]]:
+    """The guard's verdicts at the steps that broke a budget, and some steps before them.
+
+    `trapped`: no action was within the risk. `misjudged`: the one that was taken was.
+    """
+    ctg, cost, taken, safest, episode, valid = map(np.asarray, verdicts(env, agent, tasks, jax.random.key(seed)))
+    slack = 1e-4  # rounding
+    trial, time = np.where(valid & (ctg >= -slack) & (ctg - cost < -slack))
+    lines = []
+    for before in BEFORE:
+        early = time - before
+        same = (early >= 0) & (episode[trial, np.maximum(early, 0)] == episode[trial, time])
+        at = trial[same], early[same]
+        lines.append(
+            {
+                "steps_before": before, "count": int(same.sum()), "ctg": float(ctg[at].mean()),
+                "trapped": float((safest[at] > agent.risk).mean()),
+                "misjudged": float((taken[at] <= agent.risk).mean()),
+                "taken_median": float(np.median(taken[at])), "safest_median": float(np.median(safest[at])),
+            }
+        )  # fmt: skip
+        print(lines[-1], flush=True)
+    return lines
 
 
 def calibration(env: Env, agent: InContextAgent, split: str, tasks: int, seed: int) -> dict[str, Any]:
@@ -115,6 +156,7 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=200)
     parser.add_argument("--seed", type=int, default=2000, help="of the tasks; reported results have 0")
     parser.add_argument("--out", type=Path, help="results/POLICY/calibration.json by default")
+    parser.add_argument("--breaks", action="store_true", help="only the verdicts where budgets were broken")
     parser.add_argument("--figure", type=Path, default=Path("docs/images/guard-calibration.png"))
     args = parser.parse_args()
 
@@ -124,11 +166,16 @@ def main() -> None:
     if not isinstance(agent, InContextAgent) or agent.net.guard is None or agent.net.guard.choices == 0:
         parser.error(f"{args.policy} has no guard over a finite set of actions")
     agent = dataclasses.replace(agent, temperature=card.get("temperature", 1.0))
+    settings = {"policy": args.policy, "tasks": args.tasks, "seed": args.seed}
+    if args.breaks:
+        lines = breaks(env, agent, args.tasks, args.seed)
+        write_json(args.out or Path(f"results/{path.stem}/breaks.json"), {**about, **settings, "breaks": lines})
+        return
     found = {split: calibration(env, agent, split, args.tasks, args.seed) for split in ("train", "test")}
     for split, numbers in found.items():
         print(split, f"calibration error {numbers['expected_calibration_error']:.4f}", flush=True)
     found |= {"risks": asked(env, agent, args.tasks, args.seed)}
-    settings = {"policy": args.policy, "tasks": args.tasks, "seed": args.seed, "edges": EDGES.tolist()}
+    settings |= {"edges": EDGES.tolist()}
     write_json(args.out or Path(f"results/{path.stem}/calibration.json"), {**about, **settings, **found})
     draw(found, args.figure)
 

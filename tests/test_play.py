@@ -16,7 +16,9 @@ from probe import Push
 from safeicrl.agents.reference import RandomAgent
 from safeicrl.cli import main
 from safeicrl.envs.dark_mujoco import SafeDarkCar, SafeDarkPoint
+from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.envs.safe_velocity import SafeVelocityHalfCheetah
+from safeicrl.errors import UserError
 from safeicrl.show.play.hall import WAITING, Panel, Player
 from safeicrl.show.play.messages import MAX_CHARACTERS, Drawn, parse
 from safeicrl.show.play.scenes import Scene, scene_of
@@ -481,6 +483,18 @@ def test_a_policy_with_a_guard_is_listed_with_and_without_it():
     assert world.first == "safe-dark-room-guard"
     assert world.agents["safe-dark-room-guard, guard off"].make().risk is None
     json.dumps(world.describe())
+
+
+def test_policies_of_one_name_are_told_apart_and_what_cannot_be_shown_is_refused(monkeypatch):
+    found, _ = worlds(["safe-dark-room", "safe-dark-room"], shipped=False)
+    assert list(found["safe-dark-room"].agents)[:2] == ["safe-dark-room", "safe-dark-room (2)"]
+    monkeypatch.setattr(SafeDarkRoom, "restart", None, raising=False)  # as an environment on the host has
+    with pytest.raises(UserError, match="Gymnasium"):
+        worlds(["safe-dark-room"], shipped=False)
+    monkeypatch.undo()
+    monkeypatch.setattr("safeicrl.show.play.worlds.MAX_SIDE", 8)
+    with pytest.raises(UserError, match="at most 8 cells"):
+        worlds(["safe-dark-room"], shipped=False)
 
 
 def test_rooms_go_to_the_page_and_back():

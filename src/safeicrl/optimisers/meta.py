@@ -286,8 +286,10 @@ class MetaAgent(eqx.Module):
             act = adapter.view.actor(carry[0], self.normaliser, self.temperature)
             play_key, update_key = jax.random.split(key)
             played = play(env, act, tasks, play_key, 1)
-            skip = lambda carry, played, key: (carry, _nothing(rows))  # noqa: E731
-            carry, spent = jax.lax.cond(number < last, update, skip, carry, played, update_key)
+            spent = _nothing(rows)
+            if last > 0:
+                skip = lambda carry, played, key: (carry, spent)  # noqa: E731
+                carry, spent = jax.lax.cond(number < last, update, skip, carry, played, update_key)
             fault = jnp.where(spent.fault[:, :1] == NONE, first_fault(played), spent.fault).at[:, 2].set(number)
             spent = replace(spent, fault=fault)
             return carry, (played.returns[:, 0], played.costs[:, 0], played.lengths[:, 0], spent)

@@ -111,23 +111,20 @@ def _meta(algo: str, env: Env, **changes: Any) -> Experiment:
 
 def _darkroom_meta(algo: str, name: str) -> Recipe:
     found = _meta(algo, SafeDarkRoom())
-    return Recipe.single(name, _evaluated(found, every=3000))
+    evaluation = dataclasses.replace(found.train.evaluation, every=3000)
+    train = dataclasses.replace(found.train, evaluation=evaluation)
+    return Recipe.single(name, dataclasses.replace(found, train=train))
 
 
-def _darkroom_meta_small(algo: str, name: str, **changes: Any) -> Recipe:
-    small: dict[str, Any] = {"iterations": 600, "hidden": (32, 32), "batch_episodes": 16, "fresh_episodes": 16}
-    found = _evaluated(_meta(algo, _small_room(), **{**small, **changes}), every=0)
+def _darkroom_meta_small(algo: str, name: str) -> Recipe:
+    small = {"iterations": 400, "tasks": 12, "hidden": (32, 32), "batch_episodes": 16, "fresh_episodes": 16}
+    found = _meta(algo, _small_room(), **small)
     return Recipe.single(name, dataclasses.replace(found, train=dataclasses.replace(found.train, minutes=5.0)))
 
 
 def _world_meta(algo: str, name: str, world: str, *args: str) -> Recipe:
     """A robot. A meta-iteration plays 120,000 steps, so there are fewer of them than in the paper."""
     return Recipe.single(name, _meta(algo, _world(world, args), iterations=1000))
-
-
-def _evaluated(found: Experiment, **changes: Any) -> Experiment:
-    evaluation = dataclasses.replace(found.train.evaluation, **changes)
-    return dataclasses.replace(found, train=dataclasses.replace(found.train, evaluation=evaluation))
 
 
 # -- the dark room ------------------------------------------------------------------------------------------
@@ -329,35 +326,6 @@ def _arena(
     return Recipe(name=name, stages=stages, env_args=env_args)
 
 
-def _arena_guard(
-    name: str,
-    world: str,
-    *args: str,
-    depth: int,  # steps that the guard looks ahead: as many as the robot needs to stop and to leave a hazard
-    env_args: tuple[str, ...] = (),
-) -> Recipe:
-    """Point or Car with a guard: two stages, and no overspent episodes."""
-    env = _world(world, args)
-    # Three levels are enough, because the motors saturate. The guard then has nine joint actions to judge.
-    net = {"net.guard": depth, "net.levels": 3, "net.heads": 4, "net.saturate": 10, "risk": 0.02}
-    stage = partial(_stage, env, changed(_arena_base(env), net), temperature=0.5)
-    stages = (
-        stage("learn-to-drive", {
-            "iterations": 130, "rows": 768, "episodes": 6, "segments": 2, "net.context": 6 * env.spec.max_steps,
-            "budget_power": 1.0,
-            "penalty.initial": 0.05, "penalty.step": 0.0, "penalty.final_step": 0.002,
-            "ppo.minibatch": 96, "ppo.warmup": 10, "ppo.learning_rate": (1e-3, 5e-4), "ppo.entropy": (0.01, 0.001),
-        }),
-        stage("whole-trials", {
-            "iterations": 200, "budget_power": 1.3, "net.context": 1000,
-            "overtime": 0.15,  # trials past K, long enough to fill the context
-            "penalty.initial": 0.1, "penalty.step": 0.001, "penalty.final_step": 0.01,
-            "ppo.epochs": 2, "ppo.learning_rate": (8e-4, 4e-5), "ppo.entropy": (0.003, 0.0003),
-        }, every=50, tolerance=0.015),
-    )  # fmt: skip
-    return Recipe(name=name, stages=stages, env_args=env_args)
-
-
 def _arena_line(line: Line, *, world: str, args: tuple[str, ...] = ()) -> Experiment:
     """As many steps as the first stage, tanh-normal actions, no spent budgets, and a λ of at most 0.3."""
     env = _world(world, args, line)
@@ -493,16 +461,6 @@ PRESETS: dict[str, Preset] = {
             stops=(86, 172, 260), last={"penalty.initial": 0.25, "penalty.final_step": 0.003},
         ),
         line=partial(_arena_line, world="safe-dark-car", args=("engine=planar",)),
-    ),
-    "point-guard": Preset(
-        summary="with a guard, 2 stages: one GPU, 10 min",
-        make=partial(_arena_guard, "point-guard", "safe-dark-point", depth=8),
-    ),
-    "car-guard": Preset(
-        summary="with a guard, 2 stages: one GPU, 10 min",
-        make=partial(
-            _arena_guard, "car-guard", "safe-dark-car", "engine=planar", depth=6, env_args=("engine=auto",)
-        ),
     ),
     "half-cheetah": Preset(
         summary="2 stages: one GPU and 16 CPU cores, 23 min",

@@ -30,7 +30,7 @@ try:
 except ImportError:  # pragma: no cover
     raise UserError("safeicrl play needs the package websockets: pip install 'safeicrl[play]'") from None
 
-PAGE = ("play.css", "play.js", "board.js", "charts.js", "link.js")
+PAGE = ("play.css", "play.js", "panel.js", "board.js", "charts.js", "link.js")
 PATHS = {"/": "index.html", **{f"/{name}": name for name in PAGE}}
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 SECURITY = {

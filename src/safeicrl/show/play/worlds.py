@@ -106,10 +106,19 @@ def worlds(policies: Sequence[str] = (), *, shipped: bool = True) -> tuple[dict[
                 raise
             missing.append(f"{name}: {error}")
             continue
+        _check(name, policy.env)
         _add_policy(found, name if name in policy_names() else Path(name).stem, policy)
     for world in found.values():
         _add_references(world)
     return dict(sorted(found.items(), key=lambda item: item[1].scene.kind != "room")), missing
+
+
+def _check(name: str, env: Env) -> None:
+    """Refuse what the page cannot show."""
+    if hasattr(env, "restart"):  # it lives on the host, where it cannot be held while its neighbours move
+        raise UserError(f"play cannot show {name}: its environment comes from Gymnasium and cannot be paused")
+    if isinstance(unwrapped(env), SafeDarkRoom) and unwrapped(env).size > MAX_SIDE:
+        raise UserError(f"play shows rooms of at most {MAX_SIDE} cells per side, {name} is for a larger one")
 
 
 def _add_policy(found: dict[str, World], name: str, policy: Policy) -> None:
@@ -119,13 +128,13 @@ def _add_policy(found: dict[str, World], name: str, policy: Policy) -> None:
         own = policy.card["env"]["name"]
         title = {full: nick for nick, full in nicks().items()}.get(own, own).replace("-", " ").capitalize()
         others = sum(other.title.startswith(title) for other in found.values())
-        if isinstance(unwrapped(policy.env), SafeDarkRoom) and unwrapped(policy.env).size > MAX_SIDE:
-            raise UserError(f"play shows rooms of at most {MAX_SIDE} cells per side; {name} is for a larger one")
         if others:
             own, title = f"{own}-{others + 1}", f"{title} {others + 1}"
         found[own] = known = World(title=title, env=policy.env, scene=scene_of(policy.env))
     text = textwrap.shorten(str(policy.card.get("description") or "a policy"), SUMMARY, placeholder=" …")
     guarded = has_guard(policy.agent)
+    same = sum(other.split(" (")[0] == name for other in known.agents)
+    name = f"{name} ({same + 1})" if same else name
     known.agents[name] = Actor(summary=text, make=lambda: policy.agent, guard=guarded)
     if guarded:
         without = functools.partial(_without_guard, policy)

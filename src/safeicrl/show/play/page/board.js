@@ -102,8 +102,9 @@ class RoomBoard extends PlainBoard {
     const last = this.scene.size - 1;
     const [row, column] = this.focus;
     const moves = {
-      ArrowUp: [row - 1, column], ArrowDown: [row + 1, column], ArrowLeft: [row, column - 1],
-      ArrowRight: [row, column + 1], Home: [row, 0], End: [row, last], PageUp: [0, column], PageDown: [last, column],
+      ArrowUp: [row - 1, column], ArrowDown: [row + 1, column],
+      ArrowLeft: [row, column - 1], ArrowRight: [row, column + 1],
+      Home: [row, 0], End: [row, last], PageUp: [0, column], PageDown: [last, column],
     };
     const tools = { g: "goal", o: "obstacle" };
     if (event.ctrlKey || event.altKey || event.metaKey) return;
@@ -188,7 +189,8 @@ class RoomBoard extends PlainBoard {
     svg("circle", { class: "dot", cx: x, cy: y, r: 0.28, "stroke-width": 0.07 }, this.overlay);
     if (this.next) {
       const [down, right] = MOVES[this.next];
-      svg("path", { class: "next", d: `M${x} ${y}l${right * 0.45} ${down * 0.45}`, "stroke-width": 0.08 }, this.overlay);
+      const d = `M${x} ${y}l${right * 0.45} ${down * 0.45}`;
+      svg("path", { class: "next", d, "stroke-width": 0.08 }, this.overlay);
     }
     for (const action of this.forbids) {
       const [down, right] = MOVES[action];
@@ -239,16 +241,24 @@ class ArenaBoard extends PlainBoard {
     const disc = (name, [x, y], r) => svg("circle", { class: name, cx: x, cy: -y, r }, picture);
     const line = (places) => places.map(([x, y]) => `${x},${-y}`).join(" ");
     picture.replaceChildren();
-    svg("rect", { class: "floor", x: -extent, y: -extent, width: 2 * extent, height: 2 * extent, "stroke-width": 0.02 }, picture);
+    const square = { x: -extent, y: -extent, width: 2 * extent, height: 2 * extent };
+    svg("rect", { class: "floor", ...square, "stroke-width": 0.02 }, picture);
     for (const hazard of this.layout.hazards) disc("hazard", hazard, hazard_radius);
     disc("target", this.layout.goal, goal_radius);
-    for (const [x, y] of this.spots) svg("path", { class: "spot", d: `M${x - 0.03} ${-y - 0.03}l0.06 0.06m0 -0.06l-0.06 0.06`, "stroke-width": 0.015 }, picture);
+    for (const [x, y] of this.spots) {
+      const cross = `M${x - 0.03} ${-y - 0.03}l0.06 0.06m0 -0.06l-0.06 0.06`;
+      svg("path", { class: "spot", d: cross, "stroke-width": 0.015 }, picture);
+    }
     svg("polyline", { class: "path before", points: line(this.before), "stroke-width": 0.015 }, picture);
     svg("polyline", { class: "path", points: line(this.path), "stroke-width": 0.03 }, picture);
     const { place: [x, y], heading } = this.pose ?? { place: [0, 0], heading: 0 };
     disc("dot", [x, y], 0.1).setAttribute("stroke-width", 0.02);
-    svg("path", { class: "next", d: `M${x} ${-y}l${0.16 * Math.cos(heading)} ${-0.16 * Math.sin(heading)}`, "stroke-width": 0.03 }, picture);
-    picture.setAttribute("aria-label", `Arena from above, ${robot} at x ${short(x)}, y ${short(y)}, goal at x ${short(this.layout.goal[0])}, y ${short(this.layout.goal[1])}, ${this.layout.hazards.length} hazards`);
+    const nose = `M${x} ${-y}l${0.16 * Math.cos(heading)} ${-0.16 * Math.sin(heading)}`;
+    svg("path", { class: "next", d: nose, "stroke-width": 0.03 }, picture);
+    const place = ([a, b]) => `x ${short(a)}, y ${short(b)}`;
+    const { goal, hazards } = this.layout;
+    const label = `Arena from above, ${robot} at ${place([x, y])}, goal at ${place(goal)}, ${hazards.length} hazards`;
+    picture.setAttribute("aria-label", label);
   }
 }
 
@@ -284,21 +294,26 @@ class TrackBoard extends PlainBoard {
     picture.replaceChildren();
     if (this.pose) this.drawBody();
     this.drawSpeeds();
-    const speed = this.pose?.speed ?? 0;
-    picture.setAttribute("aria-label", `${this.scene.robot.replace("_", " ")} ${this.scene.side ? "from the side" : "from above"}, speed ${short(speed)} of at most ${short(this.limit)} metres per second`);
+    const view = `${this.scene.robot.replace("_", " ")} ${this.scene.side ? "from the side" : "from above"}`;
+    const speed = `speed ${short(this.pose?.speed ?? 0)} of at most ${short(this.limit)} metres per second`;
+    picture.setAttribute("aria-label", `${view}, ${speed}`);
   }
   drawBody() {
     const scale = 62, [centre, middle] = [this.pose.place[0], this.scene.side ? 0.7 : this.pose.place[1]];
     const x = (value) => 200 + scale * (value - centre), y = (value) => 95 - scale * (value - middle);
     const { picture } = this;
+    const { side } = this.scene;
     for (let metre = Math.ceil(centre - 3.2); metre <= centre + 2.8; metre++) {
-      svg("line", { class: "tick", x1: x(metre), x2: x(metre), y1: this.scene.side ? y(0) : 0, y2: this.scene.side ? y(0) + 8 : 185 }, picture);
+      const [y1, y2] = side ? [y(0), y(0) + 8] : [0, 185];
+      svg("line", { class: "tick", x1: x(metre), x2: x(metre), y1, y2 }, picture);
       svg("text", { x: x(metre) + 2, y: 185, "font-size": 10 }, picture).textContent = `${metre} m`;
     }
-    if (this.scene.side) svg("line", { class: "ground", x1: 0, x2: 400, y1: y(0), y2: y(0), "stroke-width": 2 }, picture);
-    else svg("polyline", { class: "path", points: this.path.map(([a, b]) => `${x(a)},${y(b)}`).join(" "), "stroke-width": 2 }, picture);
+    const points = this.path.map(([a, b]) => `${x(a)},${y(b)}`).join(" ");
+    if (side) svg("line", { class: "ground", x1: 0, x2: 400, y1: y(0), y2: y(0), "stroke-width": 2 }, picture);
+    else svg("polyline", { class: "path", points, "stroke-width": 2 }, picture);
     for (const [x1, y1, x2, y2, radius] of this.pose.body) {
-      svg("line", { class: "body", x1: x(x1), y1: y(y1), x2: x(x2) + 0.01, y2: y(y2), "stroke-width": 2 * radius * scale }, picture);
+      const ends = { x1: x(x1), y1: y(y1), x2: x(x2) + 0.01, y2: y(y2) }; // a line of no length is not drawn
+      svg("line", { class: "body", ...ends, "stroke-width": 2 * radius * scale }, picture);
     }
   }
   drawSpeeds() { // every step's speed as a column, the limit as a line
@@ -307,10 +322,12 @@ class TrackBoard extends PlainBoard {
     const top = Math.max(1.5 * this.limit, ...speeds), width = 360 / SPEED_STEPS;
     const y = (speed) => 292 - (85 * Math.max(speed, 0)) / top;
     speeds.slice(-SPEED_STEPS).forEach((speed, i) => {
-      svg("rect", { class: speed > this.limit ? "fast" : "slow", x: 36 + i * width, y: y(speed), width: width - 0.8, height: Math.max(292 - y(speed), 0) }, picture);
+      const column = { x: 36 + i * width, y: y(speed), width: width - 0.8, height: 292 - y(speed) };
+      svg("rect", { class: speed > this.limit ? "fast" : "slow", ...column }, picture);
     });
-    svg("line", { class: "limit", x1: 36, x2: 396, y1: y(this.limit), y2: y(this.limit), "stroke-width": 1.5 }, picture);
-    svg("line", { class: "ground", x1: 36, x2: 396, y1: 292, y2: 292 }, picture);
+    const across = (name, height) => svg("line", { class: name, x1: 36, x2: 396, y1: height, y2: height }, picture);
+    across("limit", y(this.limit));
+    across("ground", 292);
     svg("text", { x: 2, y: y(this.limit) + 4, "font-size": 11 }, picture).textContent = short(this.limit);
     svg("text", { x: 2, y: 204, "font-size": 11 }, picture).textContent = "speed, m/s, and the limit";
   }

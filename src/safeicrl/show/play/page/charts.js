@@ -12,6 +12,8 @@ export const short = (number) => {
   return String(Math.round(number * scale) / scale);
 };
 
+export const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
+
 const WIDE = 320, HIGH = 96, LEFT = 38, BOTTOM = 16, TOP = 6;
 
 // `values`: one per finished episode. `budgets`, where given: the line to stay under, and which points are over it.
@@ -24,16 +26,16 @@ export function drawCurve(place, { values, episodes, label, budgets = null, over
   picture.setAttribute("aria-label", describe(label, values, over));
   for (const value of [low, high]) {
     svg("line", { class: "axis", x1: LEFT, x2: WIDE - 6, y1: y(value), y2: y(value) }, picture);
-    svg("text", { x: LEFT - 4, y: y(value) + 4, "text-anchor": "end", "font-size": 9.5 }, picture).textContent = short(value);
+    write(picture, short(value), { x: LEFT - 4, y: y(value) + 4, "text-anchor": "end" });
   }
   for (const episode of [0, episodes - 1]) {
     const anchor = episode ? "end" : "start";
-    svg("text", { x: x(episode), y: HIGH - 2, "text-anchor": anchor, "font-size": 9.5 }, picture).textContent = episode + 1;
+    write(picture, episode + 1, { x: x(episode), y: HIGH - 2, "text-anchor": anchor });
   }
   if (budgets) {
     const ahead = budget === null ? [] : new Array(episodes - budgets.length).fill(budget);
-    const points = [...budgets, ...ahead].flatMap((value, i) => [`${x(i - 0.5)},${y(value)}`, `${x(i + 0.5)},${y(value)}`]);
-    svg("polyline", { class: "budget-line", points: points.join(" ") }, picture);
+    const steps = [...budgets, ...ahead].map((value, i) => `${x(i - 0.5)},${y(value)} ${x(i + 0.5)},${y(value)}`);
+    svg("polyline", { class: "budget-line", points: steps.join(" ") }, picture);
   }
   svg("polyline", { class: "curve", points: values.map((value, i) => `${x(i)},${y(value)}`).join(" ") }, picture);
   values.forEach((value, i) => {
@@ -41,6 +43,10 @@ export function drawCurve(place, { values, episodes, label, budgets = null, over
     else svg("circle", { class: "point", cx: x(i), cy: y(value), r: 2.2 }, picture);
   });
   place.replaceChildren(picture);
+}
+
+function write(picture, text, attributes) {
+  svg("text", { "font-size": 9.5, ...attributes }, picture).textContent = text;
 }
 
 function describe(label, values, over) {

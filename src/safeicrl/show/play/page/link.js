@@ -23,7 +23,8 @@ export function readLink(hash, worlds) {
   const allowed = budgets.every((budget) => budget >= low && budget <= high);
   if (agents.length > 2 || agents.length !== budgets.length || !known || !allowed) return null;
   const seed = readWhole(fields.get("seed"));
-  const task = fields.has("room") ? readRoom(fields.get("room"), world.scene) : { seed: readWhole(fields.get("task")) };
+  const room = fields.get("room");
+  const task = room !== null ? readRoom(room, world.scene) : { seed: readWhole(fields.get("task")) };
   if (seed === null || task === null || task.seed === null) return null;
   const panels = agents.map((agent, index) => ({ agent, budget: budgets[index] }));
   return { world: fields.get("world"), panels, seed, task };
@@ -34,7 +35,9 @@ function writeRoom(room, size) {
   const bits = new Array(size * size).fill(0);
   for (const [row, column] of room.obstacles) bits[row * size + column] = 1;
   let digits = "";
-  for (let i = 0; i < bits.length; i += 4) digits += parseInt(bits.slice(i, i + 4).join("").padEnd(4, "0"), 2).toString(16);
+  for (let i = 0; i < bits.length; i += 4) {
+    digits += parseInt(bits.slice(i, i + 4).join("").padEnd(4, "0"), 2).toString(16);
+  }
   return `${room.goal[0] * size + room.goal[1]}.${digits}`;
 }
 

@@ -1,14 +1,13 @@
 // The page: what the visitor asks for, the connection, and what the server answers.
 
-import { makeBoard } from "./board.js";
-import { drawCurve, short } from "./charts.js";
+import { plural } from "./charts.js";
 import { readLink, writeLink } from "./link.js";
+import { Panel } from "./panel.js";
 
 const SPEEDS = [1, 2, 5, 10, 20, 50, 100, 200]; // steps per second
 const QUIET = 2500; // milliseconds between two announcements while it plays
 const $ = (id) => document.getElementById(id);
 const randomSeed = () => Math.floor(Math.random() * 2 ** 32);
-const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
 const state = {
   worlds: null,
@@ -48,7 +47,7 @@ function hear(message) {
   else if (message.type === "error") complain(message);
   else if (message.type === "loading") announce("Loading the agent. The first time, this takes some seconds.");
   else if (message.type === "started") begin(message);
-  else if (message.type === "frame" && message.trial === trial) message.panels.forEach((steps, i) => views[i]?.show(steps));
+  else if (message.type === "frame") follow(message);
   else if (message.type === "finished") finish();
 }
 
@@ -61,6 +60,10 @@ function sendSoon(key, type, fields) {
     send(lastType, lastFields);
   }, 60);
   waiting.set(key, [type, fields]);
+}
+
+function follow(frame) {
+  if (frame.trial === trial) views.forEach((view, i) => view.show(frame.panels[i]));
 }
 
 function complain({ message, stopped = false }) {
@@ -84,13 +87,14 @@ function meet(message) {
   $("problem").textContent = "";
   if (again) return start(true);
   $("world").replaceChildren(...Object.entries(state.worlds).map(([name, world]) => new Option(world.title, name)));
-  follow();
+  openLink();
 }
 
 // Show what the address asks for, or a random task of the first world.
-function follow() {
-  const wanted = location.hash.length > 1 ? readLink(location.hash, state.worlds) : null;
-  if (location.hash.length > 1 && !wanted) $("problem").textContent = "This link is not valid here; a random task instead.";
+function openLink() {
+  const asked = location.hash.length > 1;
+  const wanted = asked ? readLink(location.hash, state.worlds) : null;
+  if (asked && !wanted) $("problem").textContent = "This link is not valid here; a random task instead.";
   if (wanted) Object.assign(state, wanted);
   else chooseWorld(Object.keys(state.worlds)[0]);
   layOut();
@@ -133,7 +137,8 @@ function begin(message) {
   trial = message.trial;
   if (message.world !== state.world || state.changed) return; // an older wish
   views.forEach((view, i) => view.begin(message.task, message.panels[i] ?? []));
-  if (!state.playing) announce(`${state.worlds[state.world].title}: ready. Press Play, or Step to go step by step.`);
+  const { title } = state.worlds[state.world];
+  if (!state.playing) announce(`${title}: ready. Press Play, or Step to go step by step.`);
 }
 
 function finish() {
@@ -177,7 +182,8 @@ function drawCell(cell, paint, key) {
     obstacles = add ? [...obstacles, cell] : obstacles.filter((other) => !same(other));
   }
   changeRoom({ goal, obstacles });
-  if (!paint) announce(`Row ${cell[0] + 1}, column ${cell[1] + 1}: ${tool === "goal" ? "goal" : add ? "obstacle" : "free"}. ${plural(obstacles.length, "obstacle")}.`);
+  const what = tool === "goal" ? "goal" : add ? "obstacle" : "free";
+  if (!paint) announce(`Row ${cell[0] + 1}, column ${cell[1] + 1}: ${what}. ${plural(obstacles.length, "obstacle")}.`);
   return { tool, add };
 }
 
@@ -196,150 +202,7 @@ function changeRoom(room) {
   share();
 }
 
-// -- one panel --
-
-class View {
-  constructor(index) {
-    this.index = index;
-    this.root = $("panel-form").content.firstElementChild.cloneNode(true);
-    this.world = state.worlds[state.world];
-    this.find("h2").textContent = state.panels.length > 1 ? `Agent ${index ? "B" : "A"}` : "Agent";
-    this.root.setAttribute("aria-label", this.find("h2").textContent);
-    this.board = makeBoard(this.find(".board"), this.world.scene, drawCell);
-    this.fillChoices();
-    this.clear();
-  }
-
-  find(selector) { return this.root.querySelector(selector); }
-
-  fillChoices() {
-    const wanted = state.panels[this.index];
-    const agent = this.find(".agent"), budget = this.find(".budget");
-    agent.replaceChildren(...Object.keys(this.world.agents).map((name) => new Option(name, name)));
-    agent.value = wanted.agent;
-    [budget.min, budget.max] = this.world.budgets;
-    budget.step = this.world.unit || 0.1;
-    budget.value = wanted.budget;
-    const tell = () => {
-      this.find(".about").textContent = this.world.agents[wanted.agent].summary;
-      this.find(".budget-text").textContent = short(wanted.budget);
-    };
-    agent.addEventListener("change", () => {
-      wanted.agent = agent.value;
-      tell();
-      start();
-    });
-    budget.addEventListener("input", () => {
-      wanted.budget = Number(budget.value);
-      tell();
-      if (this.steps || state.playing) {
-        sendSoon(`budget ${this.index}`, "budget", { panel: this.index, value: wanted.budget });
-      } else { // not yet begun: it holds from the first episode on
-        state.changed = true;
-        this.last = null;
-        this.drawBar();
-      }
-    });
-    budget.addEventListener("change", () => {
-      if (this.steps) announce(`Budget ${short(wanted.budget)} from the next episode on.`);
-      share();
-    });
-    tell();
-  }
-
-  clear() {
-    this.episodes = []; // {return, cost, steps, budget, over}
-    this.steps = this.interventions = 0;
-    this.last = null;
-  }
-
-  begin(task, steps) {
-    this.clear();
-    this.find("tbody").replaceChildren();
-    this.board.task(task);
-    this.show(steps);
-    this.drawCurves();
-    this.drawBar();
-  }
-
-  show(steps) {
-    let ended = false;
-    for (const step of steps) {
-      this.board.show(step);
-      this.last = step;
-      if (!step.first) this.steps += 1;
-      if ((step.next ?? step).stepped_in) this.interventions += 1;
-      if (step.end) {
-        ended = true;
-        this.episodes.push(step.end);
-        this.addRow(step.end);
-      }
-    }
-    this.board.draw();
-    this.drawBar();
-    if (ended) this.drawCurves();
-    this.say(ended);
-  }
-
-  addRow(end) {
-    const row = this.find("tbody").insertRow(0);
-    row.className = end.over ? "over" : "";
-    const cost = `${short(end.cost)}${end.over ? " over" : ""}`;
-    for (const text of [this.episodes.length, short(end.return), cost, short(end.budget), end.steps]) row.insertCell().textContent = text;
-  }
-
-  // Cost of this episode against the budget; the mark stands at the budget, a broken one is striped.
-  drawBar() {
-    const step = this.last, bar = this.find(".bar");
-    const budget = step?.budget ?? state.panels[this.index].budget;
-    const spent = step?.first || !step ? 0 : step.spent;
-    const top = Math.max(1.25 * budget, spent, 1), over = spent > budget + 1e-6;
-    this.find(".fill").style.width = `${(100 * spent) / top}%`;
-    this.find(".mark").style.left = `${(100 * budget) / top}%`;
-    bar.classList.toggle("over", over);
-    bar.setAttribute("aria-valuenow", spent);
-    bar.setAttribute("aria-valuemax", top);
-    bar.setAttribute("aria-valuetext", `${short(spent)} of ${short(budget)}`);
-    this.find(".spent").textContent = `Cost ${short(spent)} of ${short(budget)}${over ? ": over budget" : ""}.`;
-    const episode = Math.min(this.episodes.length + (step?.end ? 0 : 1), this.world.episodes);
-    this.find(".now").textContent = `Episode ${episode} of ${this.world.episodes}, step ${step?.time ?? 0} of ${this.world.steps}.${step ? this.board.words() : ""}`;
-    this.find(".guard").textContent = this.guardText(step);
-    this.find(".totals").textContent = this.sentence();
-  }
-
-  guardText(step) {
-    if (!this.world.agents[state.panels[this.index].agent].guard) return "";
-    const ahead = step?.next ?? step;
-    const moves = this.board.forbidden?.() ?? [];
-    const risk = ahead?.risk === undefined ? "" : ` Risk of the next move: ${short(100 * ahead.risk)}%.`;
-    return `Guard: forbids ${moves.length ? moves.join(", ") : "nothing"}.${risk} It replaced ${plural(this.interventions, "move")}.`;
-  }
-
-  drawCurves() {
-    const { episodes } = this.world;
-    const column = (name) => this.episodes.map((end) => end[name]);
-    drawCurve(this.find(".returns"), { values: column("return"), episodes, label: "Return per episode" });
-    const budget = state.panels[this.index].budget;
-    drawCurve(this.find(".costs"), { values: column("cost"), episodes, label: "Cost per episode", budgets: column("budget"), over: column("over"), budget: this.episodes.length < episodes ? budget : null });
-  }
-
-  sentence() {
-    const total = this.episodes.reduce((sum, end) => sum + end.return, 0);
-    const over = this.episodes.filter((end) => end.over).length;
-    const who = state.panels.length > 1 ? `Agent ${this.index ? "B" : "A"}: ` : "";
-    return `${who}${plural(this.episodes.length, "episode")}, total return ${short(total)}, ${over} over budget.`;
-  }
-
-  say(ended) {
-    if (this.index || !this.last || this.last.first) return;
-    const { last } = this;
-    if (state.stepping) announce(`Step ${last.time}: cost ${short(last.cost)}, ${short(last.spent)} of ${short(last.budget)} spent.${last.end ? " The episode is over." : ""}${this.board.words()}`);
-    else if (ended && performance.now() - announcedAt > QUIET) {
-      const end = this.episodes.at(-1);
-      announce(`Episode ${this.episodes.length}: return ${short(end.return)}, cost ${short(end.cost)} of ${short(end.budget)}.`);
-    }
-  }
-}
+// -- the panels --
 
 // The panels anew, for another world or another number of them.
 function layOut() {
@@ -347,7 +210,9 @@ function layOut() {
   $("world").value = state.world;
   $("compare").checked = state.panels.length > 1;
   $("tools").hidden = scene.kind !== "room";
-  views = state.panels.map((_, index) => new View(index));
+  const quiet = () => performance.now() - announcedAt > QUIET;
+  const page = { state, announce, quiet, start, share, sendSoon, drawCell };
+  views = state.panels.map((_, index) => new Panel(index, page));
   $("boards").className = views.length > 1 ? "two" : "";
   $("boards").replaceChildren(...views.map((view) => view.root));
 }
@@ -398,7 +263,8 @@ function listen() {
   }));
   $("compare").addEventListener("change", ready(() => {
     const [first] = state.panels;
-    const other = Object.keys(state.worlds[state.world].agents).find((agent) => agent !== first.agent) ?? first.agent;
+    const agents = Object.keys(state.worlds[state.world].agents);
+    const other = agents.find((agent) => agent !== first.agent) ?? first.agent;
     state.panels = $("compare").checked ? [first, { agent: other, budget: first.budget }] : [first];
     layOut();
     start();
@@ -416,7 +282,7 @@ function listen() {
       announce("Copy the link from the field.");
     }
   });
-  window.addEventListener("hashchange", ready(follow));
+  window.addEventListener("hashchange", ready(openLink));
 }
 
 function reset() {
