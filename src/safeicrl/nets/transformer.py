@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from safeicrl.envs.api import EnvSpec, Key, record
-from safeicrl.errors import UserError, check_integer
+from safeicrl.errors import DEEPEST, MOST_ROWS, WIDEST, UserError, check_integer
 from safeicrl.nets.attention import attend, attend_step
 from safeicrl.nets.layers import MLP, LayerNorm, Linear
 from safeicrl.tokens import Token
@@ -36,11 +36,11 @@ class NetConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on a GPU, float32 elsewhere
 
     def __post_init__(self) -> None:
-        for name in ("width", "layers", "heads", "context"):
-            check_integer(name, getattr(self, name), 1)
-        if check_integer("levels", self.levels, 0) == 1:
+        for name, most in (("width", WIDEST), ("layers", DEEPEST), ("heads", WIDEST), ("context", MOST_ROWS)):
+            check_integer(name, getattr(self, name), 1, most)
+        if check_integer("levels", self.levels, 0, WIDEST) == 1:
             raise UserError("levels must be 0, for a tanh-normal, or at least 2, got 1")
-        check_integer("guard", self.guard, 0)
+        check_integer("guard", self.guard, 0, WIDEST)
         if self.saturate is not None:
             check_integer("saturate", self.saturate, 1)
         if self.width % self.heads:

@@ -26,7 +26,15 @@ import numpy as np
 
 from safeicrl.agents.api import Agent, with_options
 from safeicrl.envs.api import Env, Key, PyTree
-from safeicrl.errors import BeyondTraining, UserError, check_budget, check_integer, check_seed
+from safeicrl.errors import (
+    MOST_ROWS,
+    BeyondTraining,
+    UserError,
+    check_budget,
+    check_integer,
+    check_seed,
+    check_sound,
+)
 from safeicrl.policies import contexts
 from safeicrl.policies.cards import read_card
 from safeicrl.policies.catalogue import find_policy, load_agent, trained_env, trained_episodes
@@ -141,7 +149,7 @@ class Policy:
         agent, _ = with_options(self.env, self.agent, risk=risk, guard=guard)
         budgets = check_budget(budget)
         batched = batch is not None or budgets.ndim > 0
-        rows = check_integer("batch", batch if batch is not None else budgets.size, 1)
+        rows = check_integer("batch", batch if batch is not None else budgets.size, 1, MOST_ROWS)
         budgets = _budget_per_row(budgets, rows)
         key = jax.random.key(check_seed(seed))
         stand_in = None if fallback is None else self.env.spec.action.check_action(fallback)
@@ -344,8 +352,6 @@ class Policy:
             return _first(self.env, jnp.asarray(seen), trial.budget)
         reward = _numbers("reward", reward, trial.batched, rows)
         cost = _numbers("cost", cost, trial.batched, rows)
-        if (cost < 0).any():
-            raise UserError(f"cost must be ≥ 0, got {cost.min()}")
         ended = _flags("terminated", terminated, trial.batched, rows) | _flags(
             "truncated", truncated, trial.batched, rows
         )
@@ -358,9 +364,7 @@ class Policy:
         values = _array("observation", observation)
         if values.shape != shape:
             raise UserError(f"observation must have shape {shape}, got {values.shape}")
-        if not np.isfinite(values).all():
-            raise UserError(f"observation must be finite, got {observation!r}")
-        return space.check_observation(values).reshape(rows, *space.shape)
+        return space.check_observation(check_sound("observation", values)).reshape(rows, *space.shape)
 
 
 ROUNDING = 1e-4  # of a sum of costs, in units
@@ -429,7 +433,8 @@ def _array(name: str, value: Any) -> np.ndarray:
         array = np.asarray(value)
         if array.dtype.kind not in "iufb":
             raise ValueError
-        return array.astype(np.float32)
+        with np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused as such
+            return array.astype(np.float32)
     except (TypeError, ValueError):
         raise UserError(f"{name} must be made of numbers, got {value!r}") from None
 
@@ -442,14 +447,15 @@ def _numbers(name: str, value: Any, batched: bool, rows: int) -> np.ndarray:
     if array.shape != ((rows,) if batched else ()):
         expected = f"one number for each of {rows} rows" if batched else "one number"
         raise UserError(f"{name} must be {expected}, got shape {array.shape}")
-    if not np.isfinite(array).all():
-        raise UserError(f"{name} must be finite, got {value!r}")
-    return array.reshape(rows)
+    return check_sound(name, array).reshape(rows)
 
 
 def _flags(name: str, value: Any, batched: bool, rows: int) -> np.ndarray:
     """A flag per row, [row] bool; a single one holds for all rows."""
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, OverflowError):  # a ragged list
+        array = np.array(None)
     if array.dtype.kind not in "biu" or array.shape not in ((), (rows,) if batched else ()):
         raise UserError(
             f"{name} must be true or false" + (f", or {rows} of them" if batched else "") + f", got {value!r}"
