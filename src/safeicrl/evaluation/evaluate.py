@@ -10,12 +10,13 @@ import numpy as np
 
 from safeicrl.agents.api import Agent, adapts
 from safeicrl.envs.api import Env, Key, PyTree, Split, check_split
+from safeicrl.envs.faults import first_of, refuse_fault
 from safeicrl.envs.registry import env_to_plain
-from safeicrl.errors import UserError, check_budget, check_integer, check_seed
+from safeicrl.errors import MOST_EPISODES, MOST_STEPS, UserError, check_budget, check_integer, check_seed
 from safeicrl.evaluation.results import Results
 from safeicrl.optimisers.meta import Spent
 from safeicrl.provenance import surroundings
-from safeicrl.trial import Episodes, episode_sums, run_trials
+from safeicrl.trial import Episodes, episode_sums, first_fault, run_trials
 
 SEGMENT = 32  # steps; a shorter segment of a trial saves less time than its compilation takes
 
@@ -48,12 +49,9 @@ def evaluate(
     these chunks share one compilation, and each ends with its longest trial. `segments` is that of `run_trials`,
     for agents whose memory grows; a short trial has fewer.
     """
-    check_integer("tasks", tasks, 1)
-    trials = tasks * check_integer("budgets_per_task", budgets_per_task, 1)
-    default = 32 if jax.default_backend() == "cpu" else 256
-    rows = check_integer("rows", default if rows is None else rows, 1)
+    episodes, rows = check_size(env, tasks=tasks, budgets_per_task=budgets_per_task, episodes=episodes, rows=rows)
+    trials = tasks * budgets_per_task
     check_seed(seed)
-    episodes = check_integer("episodes", env.spec.episodes if episodes is None else episodes, 1)
     low, high = budgets or env.spec.test_budget
     grid = budget_grid(low, high, budget_count)
     if budgets_per_task > budget_count:
@@ -63,18 +61,19 @@ def evaluate(
     task_key, run_key = jax.random.split(jax.random.key(seed))
     sampled = _sample(env, check_split(split), jax.random.split(task_key, tasks))
     budget = grid[np.arange(trials) * len(grid) // trials]  # [trial]: every budget equally often
-    rows = min(rows, trials)
     steps = episodes * env.spec.max_steps
     segments = min(segments, max(steps // SEGMENT, 1)) if _grows(agent, sampled, steps) else 1
-    parts = []
+    parts, name = [], env_to_plain(env)["name"]
     for chunk, first in enumerate(range(0, trials, rows)):
         # The last chunk is filled up with the first trials, so that all chunks have one shape.
         index = np.arange(first, first + rows) % trials
         queue = jax.tree.map(lambda x, i=index % tasks: x[i][:, None], sampled)  # [row, 1, ...]
         key = jax.random.fold_in(run_key, chunk)
-        played = _play(
+        played, found = _play(
             env, agent, queue, jnp.asarray(budget[index][:, None]), key, episodes=episodes, segments=segments
         )
+        fault = np.asarray(found)
+        refuse_fault(fault, name, [f"task {index[int(fault[1])] % tasks}"])
         parts.append(jax.tree.map(np.asarray, played))
     whole, spent = jax.tree.map(lambda *x: np.concatenate(x)[:trials], *parts)
     provenance = {
@@ -91,6 +90,19 @@ def evaluate(
         "seconds": time.perf_counter() - begin,
     }
     return Results(returns=whole.returns, costs=whole.costs, lengths=whole.lengths, budgets=budget, meta=provenance)
+
+
+def check_size(
+    env: Env, *, tasks: int, budgets_per_task: int = 1, episodes: int | None, rows: int | None
+) -> tuple[int, int]:
+    """The episodes of a trial and the trials at a time of an evaluation; refused if there are too many of them."""
+    trials = check_integer("tasks", tasks, 1) * check_integer("budgets_per_task", budgets_per_task, 1)
+    episodes = check_integer("episodes", env.spec.episodes if episodes is None else episodes, 1)
+    check_integer("tasks · budgets_per_task · episodes", trials * episodes, 1, MOST_EPISODES)
+    default = 32 if jax.default_backend() == "cpu" else 256
+    rows = min(check_integer("rows", default if rows is None else rows, 1), trials)
+    check_integer("rows · episodes · steps of an episode", rows * episodes * env.spec.max_steps, 1, MOST_STEPS)
+    return episodes, rows
 
 
 def budget_grid(low: float, high: float, count: int = 100) -> np.ndarray:
@@ -117,17 +129,18 @@ def _sample(env: Env, split: Split, keys: Key) -> PyTree:
 @eqx.filter_jit
 def _play(
     env: Env, agent: Agent, tasks: PyTree, budgets: jax.Array, key: Key, *, episodes: int, segments: int
-) -> tuple[Episodes, Spent | None]:
-    """Sums per episode; inside one jit, so that the steps themselves are never kept.
+) -> tuple[tuple[Episodes, Spent | None], jax.Array]:
+    """Sums per episode, and the first fault; inside one jit, so that the steps themselves are never kept.
 
     For an agent that updates its parameters: also what it played besides the episodes of the trial.
     """
     if adapts(agent):
         single = jax.tree.map(lambda x: x[:, 0], tasks)
-        return agent.play_trials(env, single, budgets[:, 0], key, episodes=episodes)  # type: ignore[attr-defined]
+        found, spent = agent.play_trials(env, single, budgets[:, 0], key, episodes=episodes)  # type: ignore[attr-defined]
+        return (found, spent), first_of(spent.fault)
     steps = episodes * env.spec.max_steps
     trials = run_trials(env, agent, tasks, budgets, key, episodes=episodes, steps=steps, segments=segments)
-    return episode_sums(trials, episodes), None
+    return (episode_sums(trials, episodes), None), first_fault(trials)
 
 
 def spending(spent: Spent) -> dict[str, Any]:

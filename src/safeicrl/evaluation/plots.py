@@ -1,10 +1,9 @@
 """The paper's figures, shares over budget, training curves. Reads results only; never imports jax."""
 
 import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import matplotlib as mpl
 import numpy as np
@@ -14,7 +13,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
 
 from safeicrl.budgets import bin_of
-from safeicrl.errors import UserError
+from safeicrl.errors import UserError, printable
 from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.statistics import (
     MEASURES,
@@ -24,7 +23,7 @@ from safeicrl.evaluation.statistics import (
     standard_error,
     worst_excess,
 )
-from safeicrl.files import RECIPE, atomic_write
+from safeicrl.files import RECIPE, atomic_write, read_json
 
 Groups = dict[str, list[Results]]  # label → its seeds
 
@@ -37,6 +36,7 @@ STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlelocation": "left",
+    "text.parse_math": False,  # a label with a dollar is no formula
     "axes.titlesize": 10,
     "figure.constrained_layout.use": True,
     "font.size": 9,
@@ -212,8 +212,8 @@ def command_of(folder: Path) -> str:
     """The command that made a run, from its config.json or recipe.json; empty without one."""
     path = folder / (RECIPE if (folder / RECIPE).exists() else "config.json")
     try:
-        return str(json.loads(path.read_text(encoding="utf-8")).get("command", ""))
-    except (OSError, ValueError):
+        return printable(str(read_json(path, "training run").get("command", "")))
+    except (UserError, AttributeError):
         return ""
 
 
@@ -308,15 +308,20 @@ def _label_lines(axis: Axes, lines: list[tuple[str, str, np.ndarray]]) -> None:
 
 def _series(log: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
     """(env steps, value) wherever a log has the number."""
-    points = [(line["env_steps"], line[name]) for line in log if line.get(name) is not None]
+    pairs = [(line.get("env_steps"), line.get(name)) for line in log]
+    points = [(x, y) for x, y in pairs if _is_number(x) and _is_number(y)]
     return [float(x) for x, _ in points], [float(y) for _, y in points]
 
 
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _seed_series(log: list[dict[str, Any]], name: str) -> list[tuple[list[float], list[float]]]:
-    lines = [line for line in log if line.get(f"{name}/seeds")]
-    count = len(lines[0][f"{name}/seeds"]) if lines else 0
-    x = [float(line["env_steps"]) for line in lines]
-    return [(x, [np.nan if (y := line[f"{name}/seeds"][i]) is None else y for line in lines]) for i in range(count)]
+    lists = [(line.get("env_steps"), line.get(f"{name}/seeds")) for line in log]
+    lines = [(float(x), values) for x, values in lists if _is_number(x) and isinstance(values, list) and values]
+    count, x = min((len(values) for _, values in lines), default=0), [at for at, _ in lines]
+    return [(x, [y if _is_number(y := values[i]) else np.nan for _, values in lines]) for i in range(count)]
 
 
 def _say_how(figure: Figure, groups: Groups) -> None:

@@ -322,7 +322,12 @@ def rank(summary: Summary, tolerance: float) -> tuple[bool, float]:
     """How policies are ranked; the greatest is the best.
 
     Policies whose share of episodes over budget is within the tolerance come first, by total return. The others
-    follow, by their share, the smallest first.
+    follow, by their share, the smallest first. A summary with nan cannot be ranked.
     """
+    if not np.isfinite([summary.over_budget, summary.total_return]).all():
+        raise UserError(
+            f"a policy over budget in a share of {summary.over_budget} of its episodes, with a total return of "
+            f"{summary.total_return}, cannot be ranked: both must be finite"
+        )
     safe = summary.over_budget <= tolerance
     return safe, summary.total_return if safe else -summary.over_budget

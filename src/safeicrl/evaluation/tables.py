@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from safeicrl.errors import UserError
@@ -37,7 +38,7 @@ def summary_table(results: Sequence[Results], title: str | None = None) -> Table
     table = _table(title or _protocol(first))
     table.add_column("", no_wrap=True)
     for result in results:
-        table.add_column(result.label, justify="right", overflow="fold")
+        table.add_column(as_text(result.label), justify="right", overflow="fold")
     row = lambda name, form: table.add_row(name, *(form(summary) for summary in summaries))  # noqa: E731
     row(f"total return of {first.episodes}", lambda s: f"{s.total_return:.2f} ± {s.total_return_error:.2f}")
     row(f"return, {first.last_name}", lambda s: f"{s.last_return:.3f}")
@@ -87,7 +88,7 @@ def sweep_table(groups: Mapping[str, Sequence[Results]]) -> Table:
             mean, half = interval(seeds, measure)
             numbers.append(f"{mean:.1%} ± {half:.1%}" if percent else f"{mean:.3g} ± {half:.2g}")
         middle, low, high = bootstrap(seeds, MEASURES["total return"][0])
-        table.add_row(label, str(len(seeds)), *numbers, f"{middle:.3g} [{low:.3g}, {high:.3g}]")
+        table.add_row(as_text(label), str(len(seeds)), *numbers, f"{middle:.3g} [{low:.3g}, {high:.3g}]")
     return table
 
 
@@ -97,7 +98,7 @@ def safety_table(groups: Mapping[str, Sequence[Results]]) -> Table:
     table = _table("budgets: how often, when and by how much they are broken")
     table.add_column("", no_wrap=True)
     for label in found:
-        table.add_column(label, justify="right", overflow="fold")
+        table.add_column(as_text(label), justify="right", overflow="fold")
     share = lambda value: f"{value:.2%}" if np.isfinite(value) else "–"  # noqa: E731
     number = lambda value: f"{value:.3g}" if np.isfinite(value) else "–"  # noqa: E731
     rows: dict[str, Callable[[Safety], str]] = {
@@ -130,7 +131,7 @@ def relative_table(results: Sequence[Results], *, upper: Results, lower: Results
     for result in (upper, *results, lower):
         found = relative(result, upper=upper, lower=lower, last=last)
         score = f"{found.score:.3f} ± {found.error:.3f}"
-        table.add_row(result.label, f"{found.last_return:.3f}", score, f"{found.over_budget_last:.2%}")
+        table.add_row(as_text(result.label), f"{found.last_return:.3f}", score, f"{found.over_budget_last:.2%}")
     return table
 
 
@@ -149,7 +150,7 @@ def seeds_table(results: Mapping[str, Results]) -> Table:
     for name in columns:
         table.add_column(name, justify="right")
     for name, summary in zip(results, summaries, strict=True):
-        table.add_row(name, *(form.format(value(summary)) for value, form in columns.values()))
+        table.add_row(as_text(name), *(form.format(value(summary)) for value, form in columns.values()))
     means = []
     for value, form in columns.values():
         values = np.array([value(summary) for summary in summaries])
@@ -163,7 +164,12 @@ def _table(title: str) -> Table:
     """A table narrow enough for four agents in 80 columns."""
     padding = (0, 1, 0, 0)  # top, right, bottom, left
     width = max(map(len, title.splitlines()))
-    return Table(title=title, min_width=width, box=box.SIMPLE_HEAD, title_justify="left", padding=padding)
+    return Table(title=as_text(title), min_width=width, box=box.SIMPLE_HEAD, title_justify="left", padding=padding)
+
+
+def as_text(name: str) -> str:
+    """A name from a file or the command line for a table of rich: shown as it is, not read as markup."""
+    return escape(name)
 
 
 def _protocol(summary: Summary) -> str:
