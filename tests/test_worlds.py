@@ -19,6 +19,7 @@ from safeicrl.agents.reference import RandomAgent
 from safeicrl.cli import main
 from safeicrl.envs import draw
 from safeicrl.envs.api import EnvSpec
+from safeicrl.envs.faults import NO_FAULT
 from safeicrl.envs.mujoco import physics, scene
 from safeicrl.envs.registry import make_env
 from safeicrl.envs.spaces import Box
@@ -305,9 +306,9 @@ def test_a_start_of_another_size_is_refused(net, words, runs, tmp_path):
 def play_nothing(monkeypatch: pytest.MonkeyPatch, tasks: int, episodes: int) -> None:
     """Let evaluations find trials in which nothing happened."""
     nothing = np.zeros((tasks, episodes), np.float32)
-    sums = Episodes(returns=nothing, costs=nothing, lengths=nothing, budgets=nothing, played=nothing > 0)
+    sums = Episodes(returns=nothing, costs=nothing, lengths=nothing + 1, budgets=nothing, played=nothing > 0)
     monkeypatch.setattr(evaluation, "_sample", lambda *_: nothing)
-    monkeypatch.setattr(evaluation, "_play", lambda *_, **__: sums)
+    monkeypatch.setattr(evaluation, "_play", lambda *_, **__: ((sums, None), NO_FAULT))
 
 
 def test_an_approximation_is_said_to_be_one_and_not_compared_with_the_real_one(monkeypatch):

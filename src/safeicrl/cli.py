@@ -1,4 +1,4 @@
-"""The command line: safeicrl train | collect | evaluate | export | compare | plot | demo | play | list.
+"""The command line: safeicrl train | collect | evaluate | export | compare | plot | reproduce | demo | play | list.
 
 A user's mistake gets one line on stderr and exit code 2; a traceback is always a bug. A run that a signal stopped
 has saved its work, and ends with exit code 128 + signal: 130 after Ctrl-C.
@@ -443,7 +443,7 @@ def _export_onnx(policy: str, out: Path, options: dict[str, Any]) -> None:
     print(f"wrote {path}; examples/onnx_runner.py acts with it, without JAX")
 
 
-# -- compare, plot, demo, play, list -------------------------------------------------------------------------------
+# -- compare, plot, reproduce, demo, play, list -------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -504,6 +504,30 @@ def plot(args: list[str]) -> None:
     make_folder(asked.out)
     for path in draw_all(asked.files, asked.out, asked.format):
         print(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reproduce:
+    """The paper's figures and tables as one page: report/index.html."""
+
+    # episodes, budgets, proposition, safe-ad-eps, scared-ablations, safe-ad-ablations, hyperparameters, training,
+    # guard or beyond; all of them by default
+    figure: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[FIGURE]")] = None
+    # paper draws the stored results; smoke and laptop train and evaluate everything anew, at a small size
+    scale: Literal["smoke", "laptop", "paper"] = "paper"
+    out: Path = Path("report")  # folder of the page, its figures and, at the small scales, its runs
+    results: Path = Path("results")  # folder of the stored results
+
+
+def reproduce(args: list[str]) -> None:
+    """The paper's figures and tables as one page: report/index.html."""
+    from safeicrl.show.report.reproduce import reproduce as report
+
+    asked = _parse("reproduce", Reproduce, args)
+    page, missing = report(asked.figure, scale=asked.scale, out=asked.out, results=asked.results)
+    print(f"wrote {page}")
+    if missing:
+        print(f"missing, with the commands on the page: {', '.join(missing)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -591,6 +615,7 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "export": export,
     "compare": compare,
     "plot": plot,
+    "reproduce": reproduce,
     "demo": demo,
     "play": play,
     "list": list_names,

@@ -17,6 +17,7 @@ from safeicrl.algos.safe_meta import SafeMetaConfig
 from safeicrl.algos.scared import ScaredConfig
 from safeicrl.config import changed
 from safeicrl.envs.api import Env
+from safeicrl.envs.dark_mujoco import SafeDarkMujoco
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.envs.registry import make_env, parse_parameters
 from safeicrl.envs.spaces import Grid
@@ -103,6 +104,9 @@ def _meta(algo: str, env: Env, **changes: Any) -> Experiment:
     grid = isinstance(env.spec.observation, Grid)
     episodes = 17 if grid else 20  # 500 and 1500 steps in a batch
     sizes = {"batch_episodes": episodes, "fresh_episodes": episodes, **changes}
+    if algo == "maml-penalty":
+        # The paper's table has 1. Where the only reward is 1, at a goal, the policy then learns to stay put.
+        sizes = {"weight": 0.1 if grid else 0.02 if isinstance(env, SafeDarkMujoco) else 1.0, **sizes}
     # They limit a mean cost, so about half of the episodes may be over budget: `tolerance` is half, too.
     evaluation = EvalConfig(every=0, tasks=100, tolerance=0.5)
     train = TrainConfig(chunk=50 if grid else 1, evaluation=evaluation)
@@ -119,7 +123,9 @@ def _darkroom_meta(algo: str, name: str) -> Recipe:
 def _darkroom_meta_small(algo: str, name: str) -> Recipe:
     small = {"iterations": 400, "tasks": 12, "hidden": (32, 32), "batch_episodes": 16, "fresh_episodes": 16}
     found = _meta(algo, _small_room(), **small)
-    return Recipe.single(name, dataclasses.replace(found, train=dataclasses.replace(found.train, minutes=5.0)))
+    evaluation = dataclasses.replace(found.train.evaluation, every=100, tasks=50)
+    train = dataclasses.replace(found.train, minutes=5.0, evaluation=evaluation)
+    return Recipe.single(name, dataclasses.replace(found, train=train))
 
 
 def _world_meta(algo: str, name: str, world: str, *args: str) -> Recipe:

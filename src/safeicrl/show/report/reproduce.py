@@ -1,0 +1,56 @@
+"""`safeicrl reproduce`: find or make what the figures need, draw them, write the report."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from safeicrl.errors import UserError, unknown_name
+from safeicrl.files import make_folder
+from safeicrl.show.report.content import find
+from safeicrl.show.report.page import Section, write_page
+from safeicrl.show.report.panels import PANELS
+from safeicrl.version import VERSION
+
+Scale = Literal["smoke", "laptop", "paper"]
+
+
+def reproduce(figure: str | None, *, scale: Scale, out: Path, results: Path) -> tuple[Path, list[str]]:
+    """Write the report of one figure or of all; returns the page and the names of the parts that miss something.
+
+    At the paper's scale it draws what is stored in `results`. At the smaller scales it first trains and evaluates
+    into `out`/runs, and draws from there.
+    """
+    names = [panel.name for panel in PANELS]
+    if figure is not None and figure not in names:
+        raise unknown_name("figure", figure, names)
+    make_folder(out)
+    if not results.is_dir():
+        raise UserError(f"no results folder at {results}: run this in the repository, or name it with --results")
+    about = [f"safeicrl {VERSION}, scale {scale}, from the files below {results}."]
+    return build(figure, root=results, about=about, out=out)
+
+
+def build(figure: str | None, *, root: Path, about: Sequence[str], out: Path) -> tuple[Path, list[str]]:
+    """Draw the panels from the files below `root`; see `reproduce`."""
+    sections, missing = [], []
+    for number, panel in enumerate(PANELS, 1):
+        if figure not in (None, panel.name):
+            continue
+        parts = []
+        for part in panel.parts:
+            found = find(part, root)
+            shown = part.show(found) if found.files or not part.needs else []
+            parts.append(Section(part=part, found=found, shown=shown))
+            if found.missing:
+                missing.append(part.name)
+        sections.append((number, panel, parts))
+    return write_page(sections, [*ABOUT, *about], out), missing
+
+
+ABOUT = (
+    "The paper's figures and tables, made by this code. A frozen policy learns unseen tasks from its own history, "
+    "under a budget on the cost of every episode. What has not been trained or evaluated is marked as missing, "
+    "with the command that would make it.",
+    "Lines are means. Bands and ± are standard errors: over seeds where there are several, else over tasks. "
+    "docs/results.md says claim by claim what agrees with the paper and what does not.",
+)

@@ -1,0 +1,247 @@
+"""Training budgets: steps, updates, parameters, time and machine of the stored runs."""
+
+import json
+import math
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+from safeicrl.evaluation import plots
+from safeicrl.evaluation.results import Results
+from safeicrl.files import read_json
+from safeicrl.show.report.content import Drawing, File, Found, Grid, Need, Shown
+
+PRETRAINED = Path(__file__).parents[2] / "policies" / "pretrained"
+# The last run that a row of baselines or a policy came from is on its card; a policy's stages are in their logs.
+POLICIES = {
+    "safe-dark-room": "darkroom --seeds 3",
+    "safe-dark-room-guard": "darkroom-guard",
+    "safe-dark-point": "point",
+    "safe-dark-car": "car",
+    "safe-velocity-half-cheetah": "half-cheetah",
+    "safe-velocity-ant": "ant",
+}
+
+
+def _run(policy: str, preset: str) -> Need:
+    files = (f"{policy}/training/metrics.jsonl", f"{policy}/training/[0-9]-*/metrics.jsonl")
+    return Need(label=policy, files=files, command=f"safeicrl train --preset {preset} --out runs/{policy}")
+
+
+RUNS = (
+    *(_run(policy, preset) for policy, preset in POLICIES.items()),
+    *(
+        Need(
+            label=f"{policy}: {line}",
+            files=(f"{policy}/{line}.npz",),
+            command=f"safeicrl train --preset {preset} --line {line} --out runs/{preset}-{line}",
+        )
+        for policy, preset in list(POLICIES.items())[2:]
+        for line in ("privileged", "memoryless")
+    ),
+)
+SAFE_AD = tuple(
+    Need(label=label, files=(f"safe-ad/{stem}",), command="see docs/safe_ad.md")
+    for label, stem in (
+        ("405 rooms, tuned", "tuned.json"),
+        ("Safe AD-EPS, tuned alike", "eps.json"),
+        ("paper's data and size, stopped early", "paper-data.json"),
+        ("paper's data, a smaller network", "paper-data-small-network.json"),
+    )
+)
+STEPS = (
+    Need(
+        label="PPO",
+        files=("safe-dark-room/training/metrics.jsonl",),
+        command="safeicrl train --preset darkroom --seeds 3 --out runs/darkroom",
+    ),
+    Need(
+        label="off-policy",
+        files=("lab/dark-room/off-policy-larger-lambda-log.jsonl",),
+        command="safeicrl train --preset darkroom --algo.optimiser ddpg --out runs/ddpg",
+    ),
+)
+MARKS = (1e6, 4e6, 16e6, 64e6, 240e6)  # environment steps
+
+
+def meta(world: str, preset: str) -> tuple[Need, Need]:
+    """The logs of both meta-learners in one world."""
+    return tuple(  # type: ignore[return-value]
+        Need(
+            label=f"{title}, {world}",
+            files=(f"{name}/training/{world}/metrics.jsonl",),
+            command=f"safeicrl train --preset {preset}-{name} --out runs/{name}-{world}",
+        )
+        for title, name in (("SafeMeta", "safe-meta"), ("MAML with penalty", "maml"))
+    )
+
+
+HEADER = (
+    "run", "parameters", "environment steps per seed", "iterations", "gradient updates", "λ at the end", "minutes",
+    "seeds", "device",
+)  # fmt: skip
+
+
+def table(found: Found) -> list[Shown]:
+    """One row per training stage, a sum per policy, and the baselines from their cards."""
+    rows = []
+    for label, files in found.files.items():
+        if isinstance(files[0].value, Results):
+            rows.append(_card_row(label, files[0].value.meta.get("card") or {}))
+            continue
+        stages = [_stage(found.root, file) for file in files]
+        parameters = _parameters(found.root / label / "training", label)
+        for stage in stages:
+            name = label if len(stages) == 1 else f"{label}: {stage['name']}"
+            rows.append([name, parameters, *_numbers(stage)])
+        if len(stages) > 1:
+            total = {
+                key: sum(stage[key] for stage in stages) for key in ("steps", "iterations", "updates", "seconds")
+            }
+            rows.append([f"{label}: all stages", parameters, *_numbers({**stages[-1], **total})])
+    notes = (
+        "Parameters are the policy's, without its critics. Minutes include compiling and evaluating; seeds ran "
+        "side by side in that time, and most machines were shared. Baselines have the numbers of the "
+        "last run on their cards."
+    )
+    return [Grid(header=HEADER, rows=rows), notes]
+
+
+def _stage(root: Path, file: File) -> dict[str, Any]:
+    """What a stage took, from its log and its settings."""
+    config = read_json((root / file.path).with_name("config.json"), "configuration")
+    log = file.value
+    last, algo = log[-1], config["algo"]["config"]
+    multipliers = [line["lambda"] for line in log if line.get("lambda") is not None]
+    return {
+        "name": file.path.parent.name,
+        "steps": last["env_steps"],
+        "iterations": last["iteration"],
+        "updates": last["iteration"] * _updates(algo),
+        "lambda": multipliers[-1] if multipliers else None,
+        "seconds": last["seconds"],
+        "seeds": config["train"].get("seeds", 1),
+        "device": config.get("device", "not recorded"),
+    }
+
+
+def _updates(algo: dict[str, Any]) -> int:
+    """Gradient updates in an iteration: SCARED's by its optimiser, Safe AD's as set, one for a meta-learner."""
+    if "optimiser" not in algo:
+        return int(algo.get("updates", 1))
+    if algo["optimiser"] == "ddpg":
+        return int(algo["ddpg"]["updates"])
+    return int(algo["ppo"]["epochs"]) * (int(algo["rows"]) // int(algo["ppo"]["minibatch"]))
+
+
+def _numbers(stage: dict[str, Any]) -> list[str]:
+    return [
+        f"{stage['steps'] / 1e6:,.2f} million",
+        f"{stage['iterations']:,}",
+        f"{stage['updates']:,}",
+        "–" if stage["lambda"] is None else f"{stage['lambda']:.3g}",
+        f"{stage['seconds'] / 60:.1f}",
+        str(stage["seeds"]),
+        str(stage["device"]),
+    ]
+
+
+def _card_row(label: str, card: dict[str, Any]) -> list[str]:
+    training = card.get("training") or {}
+    if "env_steps" not in training:
+        return [label, *["not recorded"] * (len(HEADER) - 1)]
+    updates = training["iteration"] * _updates(training["algo"]["config"])
+    stage = {
+        "steps": training["env_steps"], "iterations": training["iteration"], "updates": updates, "lambda": None,
+        "seconds": 60 * training["minutes"], "seeds": training["train"].get("seeds", 1),
+        "device": training["device"],
+    }  # fmt: skip
+    return [label, "–", *_numbers(stage)]
+
+
+def _parameters(folder: Path, policy: str) -> str:
+    """The number of parameters of a run's policy, or of the shipped one; from the file's header alone."""
+    files = [*sorted(folder.glob("best-seed*.safetensors")), PRETRAINED / f"{policy}.safetensors"]
+    path = next((file for file in files if file.exists()), None)
+    if path is None:
+        return "–"
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    return f"{sum(math.prod(x['shape']) for name, x in header.items() if name != '__metadata__'):,}"
+
+
+def safe_ad(found: Found) -> list[Shown]:
+    """Safe AD's cards: gradient steps, windows read, and the environment steps of its data."""
+    collected = _collected(found.root / "safe-ad" / "histories-of-405-rooms.log")
+    rows = []
+    for label, files in found.files.items():
+        training = files[0].value["training"]
+        config = training["algo"]["config"]
+        net = config["net"]
+        rows.append([
+            label, f"width {net['width']}, {net['layers']} layers, {net['context']} steps",
+            f"{training['iteration'] * config['updates']:,}", str(config["batch"]),
+            f"{training['env_steps'] / 1e6:.0f} million", str(training["minutes"]), training["device"],
+        ])  # fmt: skip
+    header = ("run", "network", "gradient updates", "windows each", "steps read", "minutes", "device")
+    note = "Steps read are those of windows, many of them several times. The data of these runs is 4 million steps"
+    return [Grid(header=header, rows=rows), f"{note}; 405 rooms: {collected}." if collected else f"{note}."]
+
+
+def _collected(log: Path) -> str:
+    """The line of a collection's log that says what it took."""
+    text = log.read_text(encoding="utf-8") if log.exists() else ""
+    found = re.search(r"(\d[\d,]* histories, [\d,]+ steps in [\d.]+ s)", text)
+    return found[1] if found else ""
+
+
+def meta_table(found: Found) -> list[Shown]:
+    """The meta-learners' runs."""
+    rows = []
+    for label, files in found.files.items():
+        folder = (found.root / files[0].path).parent
+        rows.append([label, _parameters(folder, ""), *_numbers(_stage(found.root, files[0]))])
+    return [Grid(header=HEADER, rows=rows)]
+
+
+def curves(found: Found) -> list[Shown]:
+    """Training curves against environment steps."""
+    runs = [(label, files[0].value, files[0].command) for label, files in found.files.items()]
+    text = f"Return, cost, share over budget and λ while training: {', '.join(found.files)}."
+    return [Drawing(figure=plots.training(runs), text=text)]
+
+
+def steps(found: Found) -> list[Shown]:
+    """What a number of environment steps buys, for both optimisers."""
+    header = ["environment steps per seed"]
+    for label in found.files:
+        header += [f"{label}: goals of an evaluation", f"{label}: over budget", f"{label}: return in training"]
+    rows = []
+    for mark in MARKS:
+        row = [f"{mark / 1e6:g} million"]
+        for files in found.files.values():
+            row += _at(files[0].value, mark)
+        rows.append(row)
+    note = (
+        "Goals of 50 and episodes over budget are those of the last evaluation up to that step (500 unseen rooms "
+        "of seed 1000, frozen; mean over seeds). Return in training is per episode, on training rooms and budgets. "
+        "“–” means that there was no evaluation, or no such step, in the log."
+    )
+    return [*curves(found), Grid(header=header, rows=rows), note]
+
+
+def _at(log: list[dict[str, Any]], mark: float) -> list[str]:
+    if log[-1]["env_steps"] < 0.99 * mark:
+        return ["–", "–", "–"]
+    before = [line for line in log if line["env_steps"] <= mark * 1.01]
+    played = [line["return"] for line in before if line.get("return") is not None]
+    judged = [line for line in before if line.get("eval/total_return") is not None]
+    last = judged[-1] if judged else None
+    where = f" (at {last['env_steps'] / 1e6:.0f} million)" if last else ""
+    return [
+        f"{last['eval/total_return']:.1f}{where}" if last else "–",
+        f"{last['eval/over_budget']:.1%}" if last else "–",
+        f"{played[-1]:.2f}" if played else "–",
+    ]

@@ -1,0 +1,169 @@
+"""The report: it shows what is stored, says what is missing, and needs nothing but itself."""
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from safeicrl.cli import main
+from safeicrl.evaluation.archive import save_results
+from safeicrl.evaluation.results import Results
+from safeicrl.show.report import panels, settings
+from safeicrl.show.report.content import Found, Grid, find
+from safeicrl.show.report.reproduce import build
+
+ROOT = Path(__file__).parents[1]
+STORED = ROOT / "results"
+
+
+class Page(HTMLParser):
+    """What the tests ask of a page."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.sources: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.ids += [found["id"]] if "id" in found else []
+        self.links += [found["href"]] if "href" in found else []
+        self.sources += [found["src"]] if "src" in found else []
+
+
+def part_of(name):
+    return next(part for panel in panels.PANELS for part in panel.parts if part.name == name)
+
+
+def stored(folder, stem, *, costs, returns):
+    """An evaluation of four rooms with budgets of 1, 2, 8 and 9."""
+    meta = {"label": "x", "seed": 7, "budget_range": [1.0, 10.0], "command": "safeicrl evaluate <x> & y"}
+    costs, returns = np.asarray(costs, float), np.asarray(returns, float)
+    budgets = np.array([1.0, 2.0, 8.0, 9.0])
+    results = Results(returns=returns, costs=costs, lengths=np.ones_like(costs), budgets=budgets, meta=meta)
+    (folder / stem).parent.mkdir(parents=True, exist_ok=True)
+    save_results(results, folder / stem)
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory):
+    """A results folder with two seeds of SCARED, and the page made of it."""
+    root, out = tmp_path_factory.mktemp("results"), tmp_path_factory.mktemp("report")
+    for seed, total in ((0, 2.0), (1, 3.0)):
+        returns = np.full((4, 3), total / 3)
+        costs = [[2, 1, 0], [2, 1, 0], [4, 1, 0], [4, 3, 2]]
+        stored(root, f"safe-dark-room/three-seeds/policy-seed{seed}", costs=costs, returns=returns)
+    page, missing = build("episodes", root=root, about=["a <test>"], out=out)
+    return root, page.read_text(), missing
+
+
+def test_the_page_needs_nothing_else(room):
+    _, text, _ = room
+    page = Page(text)
+    assert page.sources
+    assert all(source.startswith("data:image/png;base64,") for source in page.sources)
+    assert all(link.startswith("#") and link[1:] in page.ids for link in page.links)
+    assert len(page.ids) == len(set(page.ids))
+    assert not re.search(r"https?://|@import|url\(", text)
+    assert "prefers-color-scheme: dark" in text
+    assert "a &lt;test&gt;" in text
+    assert "safeicrl evaluate &lt;x&gt; &amp; y" in text  # a recorded command is text, never markup
+
+
+def test_the_numbers_of_the_page_are_those_of_the_files(room):
+    """By hand: totals 2 and 3; episode 1 costs (2+2+4+4)/4 = 3, the last one (0+0+0+2)/4 = 0.5.
+
+    Over budget: of budget 1 the first episode alone (2 > 1; 1 is not over), of budget 2 none, of 8 and 9 none.
+    """
+    root, _, _ = room
+    _, table = part_of("episodes-dark-room").show(find(part_of("episodes-dark-room"), root))
+    assert isinstance(table, Grid)
+    (row,) = table.rows
+    assert row[:3] == ["SCARED", "4", "2"]
+    assert row[3] == "2.5 ± 0.5"
+    assert row[5] == "3 → 0.5"
+    assert row[6:] == ["8.3% / 0.0%", "25%"]
+
+
+def test_budgets_are_told_apart_and_the_largest_cost_is_of_a_trial(room):
+    root, _, _ = room
+    part = part_of("budgets-dark-room")
+    *_, largest = part.show(find(part, root))
+    assert largest.rows == [["SCARED", "2", "2", "–", "–", "4"]]  # bins 1–2, 2–4, 4–6, 6–8 and 8–10
+
+
+def test_what_is_missing_is_said_and_never_drawn(room, tmp_path):
+    _, text, missing = room
+    assert "Missing: Safe AD." in text
+    assert "safeicrl train --preset darkroom-safe-meta --seeds 3" in text
+    assert "episodes-dark-room" in missing
+    empty, names = build("guard", root=tmp_path, about=[], out=tmp_path / "report")
+    page = Page(empty.read_text())
+    assert page.sources == []
+    assert names == ["guard-room", "guard-calibration"]
+    assert empty.read_text().count('class="missing"') == 5
+
+
+def test_mistakes_are_one_line(capsys, tmp_path):
+    assert main(["reproduce", "epsiodes", "--out", str(tmp_path)]) == 2
+    assert "unknown figure 'epsiodes'" in capsys.readouterr().err
+    assert main(["reproduce", "--out", str(tmp_path), "--results", str(tmp_path / "no")]) == 2
+    assert "no results folder at" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("table", settings.TABLES, ids=lambda table: table.name)
+def test_every_difference_from_the_paper_has_a_reason(table):
+    found = Found(root=STORED)
+    for row in table.rows:
+        every = [settings._settings(column, found)[1] for column in table.columns]
+        ours = [settings.fill(row.ours, values) for values in every]
+        assert "–" not in ours, f"{row.name}: no such setting"
+        assert bool(row.why) == any(text != row.paper for text in ours), row.name
+
+
+def test_settings_are_looked_up_by_name():
+    values = {"a": {"b": [1, 2.50]}}
+    assert settings.fill("{a.b.0} → {a.b.1}, {a.c}", values) == "1 → 2.5, –"
+
+
+def test_training_budgets_are_those_of_the_logs():
+    """The room: 330 iterations of 2 epochs of 512 / 32 minibatches; HalfCheetah: 600 and 240 of its two stages."""
+    (table, _) = part_of("training-runs").show(find(part_of("training-runs"), STORED))
+    rows = {row[0]: row[1:] for row in table.rows}
+    room = rows["safe-dark-room"]
+    assert room[:4] == ["219,717", "239.64 million", "330", f"{330 * 2 * 16:,}"]
+    assert room[-2:] == ["3", "NVIDIA H200"]
+    short, whole = 600 * 4 * 64 // 16, 240 * 3 * 48 // 12
+    assert rows["safe-velocity-half-cheetah: all stages"][2:4] == ["840", f"{short + whole:,}"]
+
+
+def test_every_stored_file_that_a_panel_names_is_found():
+    """What is missing today, and nothing else. When a result lands, it leaves this list."""
+    missing = {need.label for panel in panels.PANELS for part in panel.parts for need in find(part, STORED).missing}
+    fine = (
+        "Safe AD",
+        "SafeMeta",
+        "MAML",
+        "context ",
+        "width ",
+        "naive",
+        "Algorithm 1",
+        "safe-dark-car",
+        "safe-velocity",
+    )
+    assert not {label for label in missing if not label.startswith(fine)}
+
+
+def test_drawing_stored_results_does_not_import_jax(tmp_path):
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom safeicrl.show.report.reproduce import build\n"
+        f"build('safe-ad-eps', root=Path({str(STORED)!r}), about=[], out=Path(sys.argv[1]))\n"
+        "assert 'jax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
