@@ -167,3 +167,14 @@ def test_drawing_stored_results_does_not_import_jax(tmp_path):
         "assert 'jax' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+
+
+def test_every_claim_has_a_verdict_and_a_panel():
+    text = (ROOT / "docs" / "results.md").read_text()
+    claims = [line.strip("| ").split(" | ") for line in text.splitlines() if re.search(r"\| `[a-z-]+` \|$", line)]
+    assert len(claims) > 20
+    names = {panel.name for panel in panels.PANELS}
+    for claim in claims:
+        assert len(claim) == 4, claim
+        assert claim[2].startswith(("agrees", "partly", "differs", "not tested")), claim
+        assert claim[3].strip("`") in names, claim
