@@ -47,7 +47,7 @@ from safeicrl.recipes.presets import preset
 from safeicrl.train import TrainConfig, describe
 
 CASES = {
-    "command lines": 150, "cards": 80, "configs": 150, "runs": 60, "results": 60, "logs": 50, "acting": 60,
+    "command lines": 100, "cards": 80, "configs": 150, "runs": 60, "results": 60, "logs": 50, "acting": 60,
     "resets": 30,
 }  # fmt: skip
 FACTOR = int(os.environ.get("FUZZ", "1"))
