@@ -49,6 +49,7 @@ def test_wide_limits_lie_between_those_of_training():
     limits = wide_limits()
     edges = np.sort(TRAIN_MULTIPLIERS)
     assert np.bincount(np.searchsorted(edges, limits) - 1).tolist() == [6] * (len(edges) - 1)
+    assert abs(np.corrcoef(limits, np.arange(len(limits)))[0, 1]) < 0.3  # budgets rise along a list
     assert np.abs(limits[:, None] - edges).min() >= 0.0049  # a tenth of the smallest gap
 
 

@@ -123,6 +123,7 @@ def safety_table(groups: Mapping[str, Sequence[Results]]) -> Table:
 
 def limits_table(result: Results, last: int = 5) -> Table:
     """A track's results by speed limit, and the mean ± standard error over limits: a repeated limit counts once."""
+    last = min(last, result.returns.shape[1])
     table = _table(f"by speed limit; last: the last {last} episodes; ±: over limits")
     limits = np.asarray(result.meta["limits"])[result.task]  # [trial]
     last_return, cost = result.returns[:, -last:].mean(axis=1), result.costs[:, -last:].mean(axis=1)

@@ -132,11 +132,14 @@ def write_lists(env: Env, folder: Path = FOLDER) -> Path:
 
 
 def wide_limits() -> np.ndarray:
-    """Speed limits from the gaps between those of training, in the inner 80% of each gap."""
+    """Speed limits from the gaps between those of training, in the inner 80% of each gap.
+
+    In random order: budgets rise along a list, and must not rise with the limit.
+    """
     random = np.random.default_rng(3000)
     gaps = pairwise(sorted(TRAIN_MULTIPLIERS))
-    parts = [a + (b - a) * np.sort(random.uniform(0.1, 0.9, WIDE_PER_GAP)) for a, b in gaps]
-    return np.round(np.concatenate(parts), 4)
+    parts = [a + (b - a) * random.uniform(0.1, 0.9, WIDE_PER_GAP) for a, b in gaps]
+    return random.permutation(np.round(np.concatenate(parts), 4))
 
 
 def _shaping(parameters: dict[str, Any]) -> dict[str, Any]:
