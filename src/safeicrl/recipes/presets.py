@@ -115,7 +115,7 @@ def _meta(algo: str, env: Env, **changes: Any) -> Experiment:
 
 def _darkroom_meta(algo: str, name: str) -> Recipe:
     found = _meta(algo, SafeDarkRoom())
-    evaluation = dataclasses.replace(found.train.evaluation, every=3000)
+    evaluation = dataclasses.replace(found.train.evaluation, every=1000)
     train = dataclasses.replace(found.train, evaluation=evaluation)
     return Recipe.single(name, dataclasses.replace(found, train=train))
 
