@@ -426,13 +426,13 @@ def _meta_presets(algo: str, short: str, title: str) -> dict[str, Preset]:
     found = {
         room: Preset(summary=f"{title} in the paper's room: one GPU", make=partial(_darkroom_meta, algo, room)),
         small: Preset(
-            summary=f"{title} in a 5×5 room: two CPU cores, 5 min", make=partial(_darkroom_meta_small, algo, small)
+            summary=f"{title}, 5×5 room: two CPU cores, 5 min", make=partial(_darkroom_meta_small, algo, small)
         ),
     }
     for nick, world in worlds.items():
         name = f"{nick}-{short}"
         found[name] = Preset(
-            summary=f"{title} for {nick}: one GPU and 16 CPU cores", make=partial(_world_meta, algo, name, *world)
+            summary=f"{title}: one GPU and 16 CPU cores", make=partial(_world_meta, algo, name, *world)
         )
     return found
 
