@@ -9,10 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from safeicrl import cli
 from safeicrl.cli import main
+from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import save_results
 from safeicrl.evaluation.results import Results
-from safeicrl.show.report import panels, settings
+from safeicrl.recipes.form import train_form
+from safeicrl.show.report import jobs, panels, settings
 from safeicrl.show.report.content import Found, Grid, find
 from safeicrl.show.report.reproduce import build
 
@@ -150,8 +153,10 @@ def test_every_stored_file_that_a_panel_names_is_found():
         "Safe AD",
         "SafeMeta",
         "MAML",
-        "context ",
-        "width ",
+        "short context",
+        "long context",
+        "half the width",
+        "double width",
         "naive",
         "Algorithm 1",
         "safe-dark-car",
@@ -167,3 +172,95 @@ def test_drawing_stored_results_does_not_import_jax(tmp_path):
         "assert 'jax' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+
+
+def test_every_claim_has_a_verdict_and_a_panel():
+    text = (ROOT / "docs" / "results.md").read_text()
+    claims = [line.strip("| ").split(" | ") for line in text.splitlines() if re.search(r"\| `[a-z-]+` \|$", line)]
+    assert len(claims) > 20
+    names = {panel.name for panel in panels.PANELS}
+    for claim in claims:
+        assert len(claim) == 4, claim
+        assert claim[2].startswith(("agrees", "partly", "differs", "not tested")), claim
+        assert claim[3].strip("`") in names, claim
+
+
+# -- the small scales ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """The commands that would have run; `fail` names those that fail."""
+    ran: list[tuple[str, ...]] = []
+    fail: list[str] = []
+
+    def stand_in(step, log):
+        ran.append(step)
+        log.write_text("safeicrl: no such thing\n")
+        if step[0] == "train" and "--out" in step and step[0] not in fail:
+            Path(step[step.index("--out") + 1]).mkdir(parents=True)
+        return 2 if step[0] in fail or " ".join(step[:2]) in fail else 0
+
+    monkeypatch.setattr(jobs, "_safeicrl", stand_in)
+    return ran, fail
+
+
+def run(asked, folder):
+    jobs.run_jobs(asked, folder, lambda text: None)
+
+
+def test_finished_commands_are_skipped_and_the_failed_one_is_run_again(commands, tmp_path):
+    ran, fail = commands
+    job = jobs.Job(name="x", panels=(), steps=(("collect",), ("evaluate", "y"), ("evaluate", "z")))
+    fail.append("evaluate y")
+    with pytest.raises(UserError, match=r"safeicrl evaluate failed: safeicrl: no such thing \(all of it: .*x\.log"):
+        run([job], tmp_path)
+    assert ran == [("collect",), ("evaluate", "y")]
+    fail.clear()
+    ran.clear()
+    run([job], tmp_path)
+    assert ran == [("evaluate", "y"), ("evaluate", "z")]
+    ran.clear()
+    run([job], tmp_path)
+    assert ran == []
+
+
+def test_an_interrupted_training_is_resumed_or_begun_anew(commands, tmp_path):
+    ran, fail = commands
+    out = tmp_path / "run"
+    out.mkdir()
+    train = ("train", "--preset", "p", "--out", str(out))
+    resume = ("train", "--resume", str(out))
+    run([jobs.Job(name="x", panels=(), steps=(train,))], tmp_path / "one")
+    assert ran == [resume]
+    ran.clear()
+    fail.append("train --resume")
+    run([jobs.Job(name="x", panels=(), steps=(train,))], tmp_path / "two")
+    assert ran == [resume, train]
+
+
+def test_every_command_of_a_small_scale_can_be_parsed_and_writes_what_a_panel_needs(tmp_path):
+    """A renamed option or a moved file would show here, without training anything."""
+    found = jobs.jobs("smoke", tmp_path)
+    parts = [part for panel in panels.PANELS for part in panel.parts]
+    wanted = [pattern for part in parts for need in part.needs for pattern in need.files]
+    for job in found:
+        assert set(job.panels) <= {panel.name for panel in panels.PANELS}
+        written = [Path(step[step.index("--out") + 1]) for step in job.steps]
+        endings = (".npz", "-seed0.npz", "/metrics.jsonl")
+        files = [Path(f"{path}{ending}") for path in written for ending in endings]
+        used = [f for f in files if any(f.relative_to(tmp_path).match(pattern) for pattern in wanted)]
+        assert used, job.name
+        for step in job.steps:
+            check(step)
+
+
+def check(step):
+    """Parse a command as the command line would."""
+    words = list(step[1:])
+    if step[0] == "evaluate":
+        cli._parse("evaluate", cli.Evaluate, words)
+    elif step[0] == "train":
+        settings_, recipe, _ = cli._asked_recipe(words)
+        for index in range(len(recipe.stages)):
+            cli._parse("train", train_form(recipe, index, ""), settings_)

@@ -455,13 +455,14 @@ class Compare:
     upper: Path | None = None  # results of the reference agent that counts as 1, e.g. one that is told the task
     lower: Path | None = None  # results of the reference agent that counts as 0, e.g. one that forgets everything
     last: int = 5  # with --upper and --lower: the return of this many last episodes is compared
+    safety: bool = False  # print how often, when and by how much budgets are broken, instead of the returns
     out: Path | None = None  # figure to write, e.g. sweep.png; without --upper and --lower
 
 
 def compare(args: list[str]) -> None:
     """Compare runs with intervals; or score agents between two reference agents that met the same tasks."""
     from safeicrl.evaluation.archive import load_results
-    from safeicrl.evaluation.tables import group, relative_table, run_results, sweep_table
+    from safeicrl.evaluation.tables import group, relative_table, run_results, safety_table, sweep_table
 
     asked = _parse("compare", Compare, args)
     if not asked.files:
@@ -471,12 +472,14 @@ def compare(args: list[str]) -> None:
     if asked.upper is not None and asked.lower is not None:
         if asked.out is not None:
             raise UserError("--out draws runs with intervals: leave out --upper and --lower")
+        if asked.safety:
+            raise UserError("--safety compares agents with each other: leave out --upper and --lower")
         upper, lower = (load_results(path) for path in (asked.upper, asked.lower))
         results = [result for path in asked.files for result in run_results(path)]
         Console().print(relative_table(results, upper=upper, lower=lower, last=asked.last))
         return
     groups = group([result for path in asked.files for result in run_results(path)])
-    Console().print(sweep_table(groups))
+    Console().print(safety_table(groups) if asked.safety else sweep_table(groups))
     if asked.out is not None:
         from safeicrl.evaluation import plots
 

@@ -15,7 +15,14 @@ from matplotlib.textpath import text_to_path
 from safeicrl.budgets import bin_of
 from safeicrl.errors import UserError, printable
 from safeicrl.evaluation.results import Results
-from safeicrl.evaluation.statistics import MEASURES, interval, standard_error
+from safeicrl.evaluation.statistics import (
+    MEASURES,
+    bootstrap,
+    interval,
+    performance_profile,
+    standard_error,
+    worst_excess,
+)
 from safeicrl.files import RECIPE, atomic_write, read_json
 
 Groups = dict[str, list[Results]]  # label → its seeds
@@ -107,6 +114,31 @@ def over_budget(groups: Groups, bins: int | None = None) -> Figure:
         axis.set_ylim(bottom=0)
         _label_lines(axis, lines)
     _say_how(figure, groups)
+    return figure
+
+
+@mpl.rc_context(STYLE)
+def profiles(groups: Groups) -> Figure:
+    """Performance profiles: the share of trials above each total return, and above each excess over the budget."""
+    figure, axes = _figure(1, 2, (8.4, 3.2))
+    measures = (
+        ("share of trials with a higher total return", "total return", MEASURES["total return"][0]),
+        ("share of trials with a larger excess", "worst episode's cost − budget", worst_excess),
+    )
+    for axis, (title, name, measure) in zip(axes, measures, strict=True):
+        every = np.concatenate([measure(result) for seeds in groups.values() for result in seeds])
+        low = min(0.0, every.min()) if axis is axes[0] else 0.0  # below 0 the budget is kept
+        levels = np.linspace(low, max(every.max(), low + 1), 101)
+        for label, colour, style, seeds in _styled(groups):
+            profile = lambda values, levels=levels: performance_profile(values, levels)  # noqa: E731
+            share, below, above = bootstrap(seeds, measure, profile, samples=200)
+            axis.fill_between(levels, below, above, color=colour, alpha=0.2, linewidth=0)
+            axis.plot(levels, share, color=colour, linestyle=style, label=label)
+        axis.set(title=title, xlabel=name, ylim=(0, 1.02), xlim=(levels[0], levels[-1]))
+        axis.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(xmax=1))
+        axis.legend(fontsize=7, frameon=False)
+    _say_how(figure, groups)
+    _write_title(figure, "lines: all seeds and tasks · bands: 95%, stratified bootstrap over seeds and tasks")
     return figure
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,18 @@ from rich.table import Table
 from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import load_results
 from safeicrl.evaluation.results import Results
-from safeicrl.evaluation.statistics import MEASURES, NUMBERS, Summary, interval, relative, standard_error, summarise
+from safeicrl.evaluation.statistics import (
+    MEASURES,
+    NUMBERS,
+    Safety,
+    Summary,
+    bootstrap,
+    interval,
+    relative,
+    safety,
+    standard_error,
+    summarise,
+)
 from safeicrl.log import read_metrics, read_run
 
 
@@ -64,16 +75,49 @@ def run_results(path: Path) -> list[Results]:
 
 def sweep_table(groups: Mapping[str, Sequence[Results]]) -> Table:
     """One row per run: its seeds and its numbers, each with a 95% interval."""
-    table = _table("mean ± 95% interval, over seeds; over tasks where there is one seed")
+    table = _table(
+        "mean ± 95% interval, over seeds; over tasks where there is one seed\n"
+        "IQM: interquartile mean of the total return [95% bootstrap interval]"
+    )
     table.add_column("", no_wrap=True)
-    for column in ("seeds", *MEASURES):
+    for column in ("seeds", *MEASURES, "IQM"):
         table.add_column(column, justify="right")
     for label, seeds in groups.items():
         numbers = []
         for measure, percent in MEASURES.values():
             mean, half = interval(seeds, measure)
             numbers.append(f"{mean:.1%} ± {half:.1%}" if percent else f"{mean:.3g} ± {half:.2g}")
-        table.add_row(label, str(len(seeds)), *numbers)
+        middle, low, high = bootstrap(seeds, MEASURES["total return"][0])
+        table.add_row(as_text(label), str(len(seeds)), *numbers, f"{middle:.3g} [{low:.3g}, {high:.3g}]")
+    return table
+
+
+def safety_table(groups: Mapping[str, Sequence[Results]]) -> Table:
+    """One column per agent, pooled over its seeds: how often, when and by how much budgets are broken."""
+    found = {label: safety(seeds) for label, seeds in groups.items()}
+    table = _table("budgets: how often, when and by how much they are broken")
+    table.add_column("", no_wrap=True)
+    for label in found:
+        table.add_column(as_text(label), justify="right", overflow="fold")
+    share = lambda value: f"{value:.2%}" if np.isfinite(value) else "–"  # noqa: E731
+    number = lambda value: f"{value:.3g}" if np.isfinite(value) else "–"  # noqa: E731
+    rows: dict[str, Callable[[Safety], str]] = {
+        "episodes over budget": lambda s: share(s.over_budget),
+        "first episodes over": lambda s: share(s.by_episode[0]),
+        "last episodes over": lambda s: share(s.by_episode[-1]),
+        "trials ever over": lambda s: share(s.trials_over),
+        "first break, median episode": lambda s: number(s.first_break),
+        "cost beyond it, mean": lambda s: number(s.excess_mean),
+        "… 95th percentile": lambda s: number(s.excess_95),
+        "… largest": lambda s: number(s.excess_worst),
+        "over, past training's K": lambda s: share(s.over_beyond),
+    }
+    for name, form in rows.items():
+        table.add_row(name, *(form(each) for each in found.values()))
+    bins = [each.by_budget.keys() for each in found.values()]
+    for name in bins[0] if all(names == bins[0] for names in bins) else ():
+        table.add_row(f"over, δ {name}", *(share(each.by_budget[name]) for each in found.values()))
+        table.add_row(f"trials, δ {name}", *(share(each.trials_by_budget[name]) for each in found.values()))
     return table
 
 
@@ -119,8 +163,8 @@ def seeds_table(results: Mapping[str, Results]) -> Table:
 def _table(title: str) -> Table:
     """A table narrow enough for four agents in 80 columns."""
     padding = (0, 1, 0, 0)  # top, right, bottom, left
-    title = as_text(title)
-    return Table(title=title, min_width=len(title), box=box.SIMPLE_HEAD, title_justify="left", padding=padding)
+    width = max(map(len, title.splitlines()))
+    return Table(title=as_text(title), min_width=width, box=box.SIMPLE_HEAD, title_justify="left", padding=padding)
 
 
 def as_text(name: str) -> str:
@@ -158,6 +202,7 @@ def draw_all(files: Sequence[Path], out: Path, extension: str = "png") -> list[P
         figures["episodes"] = plots.by_episode(groups)
         figures["budgets"] = plots.by_budget(groups)
         figures["over-budget"] = plots.over_budget(groups)
+        figures["profiles"] = plots.profiles(groups)
     if runs:
         figures["training"] = plots.training(runs)
     return [plots.save(figure, out / f"{name}.{extension}") for name, figure in figures.items()]

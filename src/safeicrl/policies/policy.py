@@ -1,11 +1,11 @@
 """A frozen, pretrained agent for any loop: `load_policy(name_or_path)`, then `start` and `act`.
 
-policy = safeicrl.load_policy("safe-dark-room")
-policy.start(budget=3)
-action = policy.act(observation)
-while True:
-    ...  # step the world; when an episode has ended, reset it
-    action = policy.act(observation, reward, cost, terminated, truncated)
+    policy = safeicrl.load_policy("safe-dark-room")
+    policy.start(budget=3)
+    action = policy.act(observation)
+    while True:
+        ...  # step the world; when an episode has ended, reset it
+        action = policy.act(observation, reward, cost, terminated, truncated)
 
 A policy plays one trial at a time, in one thread at a time. `copy.copy(policy)` is another one, with the same
 weights and without a trial. docs/deploy.md has all of it: budgets that change, saved contexts, the hard stop.

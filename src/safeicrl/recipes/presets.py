@@ -104,6 +104,8 @@ def _meta(algo: str, env: Env, **changes: Any) -> Experiment:
     grid = isinstance(env.spec.observation, Grid)
     episodes = 17 if grid else 20  # 500 and 1500 steps in a batch
     sizes = {"batch_episodes": episodes, "fresh_episodes": episodes, **changes}
+    if not grid:
+        sizes = {"iterations": 1000, **sizes}  # one plays 120,000 steps, so there are fewer than in the paper
     if algo == "maml-penalty":
         # The paper's table has 1. Where the only reward is 1, at a goal, the policy then learns to stay put.
         sizes = {"weight": 0.1 if grid else 0.02 if isinstance(env, SafeDarkMujoco) else 1.0, **sizes}
@@ -126,11 +128,6 @@ def _darkroom_meta_small(algo: str, name: str) -> Recipe:
     evaluation = dataclasses.replace(found.train.evaluation, every=100, tasks=50)
     train = dataclasses.replace(found.train, minutes=5.0, evaluation=evaluation)
     return Recipe.single(name, dataclasses.replace(found, train=train))
-
-
-def _world_meta(algo: str, name: str, world: str, *args: str) -> Recipe:
-    """A robot. A meta-iteration plays 120,000 steps, so there are fewer of them than in the paper."""
-    return Recipe.single(name, _meta(algo, _world(world, args), iterations=1000))
 
 
 # -- the dark room ------------------------------------------------------------------------------------------
@@ -415,26 +412,14 @@ def _track_line(line: Line, *, world: str, changes: dict[str, Any], args: tuple[
 
 
 def _meta_presets(algo: str, short: str, title: str) -> dict[str, Preset]:
-    """A meta-learner in every world."""
-    worlds = {
-        "point": ("safe-dark-point",),
-        "car": ("safe-dark-car", "engine=planar"),
-        "half-cheetah": ("safe-velocity-half-cheetah",),
-        "ant": ("safe-velocity-ant", "engine=euler"),
-    }
+    """A meta-learner in the paper's room and in a small one. The robots: --algo NAME --env NAME."""
     room, small = f"darkroom-{short}", f"darkroom-{short}-small"
-    found = {
+    return {
         room: Preset(summary=f"{title} in the paper's room: one GPU", make=partial(_darkroom_meta, algo, room)),
         small: Preset(
             summary=f"{title} in a 5×5 room: two CPU cores, 5 min", make=partial(_darkroom_meta_small, algo, small)
         ),
     }
-    for nick, world in worlds.items():
-        name = f"{nick}-{short}"
-        found[name] = Preset(
-            summary=f"{title} for {nick}: one GPU and 16 CPU cores", make=partial(_world_meta, algo, name, *world)
-        )
-    return found
 
 
 # Car is trained in the plane, where it is faster by far, and Ant by Euler steps, 1.8 times as fast as its own

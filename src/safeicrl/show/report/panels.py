@@ -113,21 +113,24 @@ SHORT_SAFE_AD = Need(
 )
 
 
-def _ablated(name: str, value: str, option: str) -> Need:
-    """One of SCARED's ablations in the paper's room: a short name, its value, the option that sets it."""
+def _ablated(label: str, stem: str, option: str) -> Need:
+    """One of SCARED's ablations in the paper's room, with the option that sets it."""
     return _trained(
-        f"{name} {value}", "darkroom", f"scared-{name}-{value}", " --tasks 1000 --temperature 0.4",
-        f"scared-ablations/{name}-{value}", option,
-    )  # fmt: skip
+        label, "darkroom", f"scared-{stem}", " --tasks 1000 --temperature 0.4", f"scared-ablations/{stem}", option
+    )
 
 
 BASE = _scared("dark-room")
 CONTEXT = (
-    _ablated("context", "150", "--algo.net.context 150"),
+    _ablated("short context", "context-short", "--algo.net.context 150"),
     BASE,
-    _ablated("context", "3000", "--algo.net.context 3000 --algo.steps 3000 --algo.episodes 100"),
+    _ablated("long context", "context-long", "--algo.net.context 3000 --algo.steps 3000 --algo.episodes 100"),
 )
-WIDTH = (_ablated("width", "32", "--algo.net.width 32"), BASE, _ablated("width", "128", "--algo.net.width 128"))
+WIDTH = (
+    _ablated("half the width", "width-half", "--algo.net.width 32"),
+    BASE,
+    _ablated("double width", "width-double", "--algo.net.width 128"),
+)
 DUAL = (
     Need(
         label="exact",

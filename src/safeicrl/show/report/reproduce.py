@@ -1,12 +1,13 @@
 """`safeicrl reproduce`: find or make what the figures need, draw them, write the report."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
 from safeicrl.errors import UserError, unknown_name
 from safeicrl.files import make_folder
 from safeicrl.show.report.content import find
+from safeicrl.show.report.jobs import jobs, run_jobs
 from safeicrl.show.report.page import Section, write_page
 from safeicrl.show.report.panels import PANELS
 from safeicrl.version import VERSION
@@ -14,16 +15,27 @@ from safeicrl.version import VERSION
 Scale = Literal["smoke", "laptop", "paper"]
 
 
-def reproduce(figure: str | None, *, scale: Scale, out: Path, results: Path) -> tuple[Path, list[str]]:
+def reproduce(
+    figure: str | None, *, scale: Scale, out: Path, results: Path, say: Callable[[str], None] = print
+) -> tuple[Path, list[str]]:
     """Write the report of one figure or of all; returns the page and the names of the parts that miss something.
 
     At the paper's scale it draws what is stored in `results`. At the smaller scales it first trains and evaluates
-    into `out`/runs, and draws from there.
+    into `out`/runs, and draws from there; `say` hears of every command that is finished.
     """
     names = [panel.name for panel in PANELS]
     if figure is not None and figure not in names:
         raise unknown_name("figure", figure, names)
     make_folder(out)
+    if scale != "paper":
+        folder = (out / "runs" / scale).absolute()
+        run_jobs([job for job in jobs(scale, folder) if figure is None or figure in job.panels], folder, say)
+        how = (
+            f"safeicrl {VERSION}, scale {scale}: everything was trained and evaluated anew, in a 5×5 room and in "
+            f"short trials of the robots, below {out / 'runs' / scale}. It shows that every pipeline works, and "
+            "nothing about how good a method is."
+        )
+        return build(figure, root=folder, about=[how], out=out)
     if not results.is_dir():
         raise UserError(f"no results folder at {results}: run this in the repository, or name it with --results")
     about = [f"safeicrl {VERSION}, scale {scale}, from the files below {results}."]

@@ -1,0 +1,284 @@
+"""The small scales: every method trained and evaluated anew, at a size for two CPU cores.
+
+A job is a list of safeicrl commands, each a process of its own. What they write lies below one folder as the stored
+results do, so the same panels are drawn from it. A finished command is noted; run again, it is skipped, and an
+interrupted training is resumed.
+"""
+
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from safeicrl.errors import UserError
+from safeicrl.files import make_folder, read_json, write_json
+
+AT_ONCE = 2  # jobs side by side
+DONE = "done.json"  # what is finished: command → seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How large a small scale is."""
+
+    iterations: int  # of SCARED
+    updates: int  # of Safe AD: iterations of ten gradient steps
+    meta: int  # meta-iterations
+    rows: int  # of trials in an iteration
+    tasks: int  # in an evaluation
+    steps: int  # of a learning history
+    robot_iterations: int
+    robot_tasks: int
+
+
+SIZES = {
+    "smoke": Size(
+        iterations=4, updates=3, meta=4, rows=16, tasks=16, steps=600, robot_iterations=1, robot_tasks=2
+    ),
+    "laptop": Size(
+        iterations=190, updates=200, meta=400, rows=128, tasks=200, steps=10_000, robot_iterations=10, robot_tasks=8
+    ),
+}  # fmt: skip
+
+Step = tuple[str, ...]  # the words of a safeicrl command
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Commands that follow one another, and the panels that need what they write."""
+
+    name: str
+    panels: tuple[str, ...]
+    steps: tuple[Step, ...]
+
+
+ROOM = ("size=5", "obstacles=6", "max_steps=12", "episodes=15", "train_budget=[1,6]", "test_budget=[1,6]")
+ROBOT_NET = (
+    "--algo.net.width", "16", "--algo.net.layers", "1", "--algo.net.heads", "2", "--algo.net.context", "300",
+)  # fmt: skip
+WORLDS = ("episodes", "budgets")
+
+
+def jobs(scale: str, folder: Path) -> tuple[Job, ...]:
+    """Every job of a scale; what they write lies below `folder`."""
+    size = SIZES[scale]
+    return (
+        *_room_jobs(size, folder),
+        *_safe_ad_jobs(size, folder),
+        *_meta_jobs(size, folder),
+        *_robots(size, folder),
+    )
+
+
+def _evaluate(run: Path, out: Path, label: str, tasks: int, *options: str) -> Step:
+    """The tasks are played in one batch, as in training's own evaluation, which has compiled that program."""
+    return (
+        "evaluate",
+        str(run),
+        "--tasks",
+        str(tasks),
+        "--rows",
+        str(tasks),
+        "--label",
+        label,
+        "--out",
+        str(out),
+        *options,
+    )
+
+
+def _scared(size: Size, out: Path, *options: str) -> Step:
+    """SCARED in the 5×5 room."""
+    sizes = {"--algo.iterations": size.iterations, "--algo.rows": size.rows, "--algo.ppo.minibatch": size.rows // 4}
+    judged = {"--evaluation.every": 0, "--evaluation.tasks": size.tasks, "--evaluation.rows": size.tasks}
+    words = [word for name, value in {**sizes, **judged}.items() for word in (name, str(value))]
+    return ("train", "--preset", "darkroom-small", "--out", str(out), *words, *options)
+
+
+def _room_jobs(size: Size, folder: Path) -> list[Job]:
+    """SCARED in the room, its reference agents, its guard, its ablations, and Algorithm 1 as printed."""
+    room, guard, paper = (folder / f"safe-dark-room{x}" for x in ("", "-guard", "-paper"))
+    ablated = folder / "scared-ablations"
+    every = (*WORLDS, "scared-ablations", "training", "guard", "hyperparameters")
+    found = [
+        Job(name="scared", panels=every, steps=(
+            _scared(size, room / "training", "--seeds", "2"),
+            _evaluate(room / "training", room / "three-seeds" / "policy", "SCARED", size.tasks),
+            _evaluate(room / "training" / "best-seed0", room / "policy", "penalty only", size.tasks),
+        )),
+        Job(name="reference", panels=(*WORLDS, "guard"), steps=tuple(
+            ("evaluate", "--agent", who, "--tasks", str(size.tasks), "--out", f"{room / who}", "--env-args", *ROOM)
+            for who in ("explorer", "planner", "random")
+        )),
+        Job(name="guard", panels=("guard", "training"), steps=(
+            _scared(size, guard / "training", "--algo.net.guard", "2"),
+            _evaluate(guard / "training", guard / "policy", "guard", size.tasks),
+            _evaluate(guard / "training", guard / "guard-off", "guard switched off", size.tasks, "--no-guard"),
+        )),
+        Job(name="published", panels=("scared-ablations", "hyperparameters"), steps=(
+            _scared(
+                size, paper / "training", "--algo.optimiser", "ddpg", "--algo.penalty.form", "paper",
+                "--algo.penalty.signal", "mean_of_max", "--algo.ddpg.updates", "4", "--algo.ddpg.batch", "8",
+                "--algo.ddpg.capacity", str(4 * size.rows), "--algo.ddpg.trace", "0", "--algo.ddpg.trust", "0",
+                "--algo.ddpg.entropy", "0", "--algo.ddpg.ensemble", "1", "--algo.ddpg.no-privileged-critic",
+            ),
+            _evaluate(paper / "training", paper / "policy", "Algorithm 1 as printed", size.tasks),
+        )),
+        Job(name="naive", panels=("scared-ablations",), steps=(
+            _scared(size, ablated / "naive", "--algo.penalty.dual", "naive"),
+        )),
+    ]  # fmt: skip
+    for name, option, value in (
+        ("context-short", "--algo.net.context", "30"),
+        ("width-half", "--algo.net.width", "16"),
+        ("width-double", "--algo.net.width", "64"),
+    ):
+        run = folder / "runs" / name
+        steps = (_scared(size, run, option, value), _evaluate(run, ablated / name, name, size.tasks))
+        found.append(Job(name=name, panels=("scared-ablations",), steps=steps))
+    return found
+
+
+def _safe_ad_jobs(size: Size, folder: Path) -> list[Job]:
+    """Safe AD on PPO-Lagrangian's histories, two of its ablations, and Safe AD-EPS."""
+    own = folder / "safe-ad"
+
+    def collect(name: str, *options: str) -> Step:
+        histories = str(folder / "histories" / name)
+        tasks = ("--tasks", "12", "--steps", str(size.steps))
+        return ("collect", "--env-args", *ROOM, *tasks, "--out", histories, *options)
+
+    def train(out: Path, histories: str, *options: str) -> Step:
+        words = ("--algo.histories", str(folder / "histories" / histories), "--algo.iterations", str(size.updates))
+        sizes = ("--algo.updates", "10", "--algo.batch", "16", "--algo.warmup", "10", "--algo.stride", "5")
+        judged = ("--evaluation.tasks", str(size.tasks), "--evaluation.rows", str(size.tasks))
+        return ("train", "--preset", "darkroom-safe-ad-small", "--out", str(out), *words, *sizes, *judged, *options)
+
+    steps = [
+        collect("ppo-lag", "--limits", "0", "2", "--group", "24"),
+        train(own / "training" / "dark-room", "ppo-lag"),
+        _evaluate(own / "training" / "dark-room", own / "dark-room", "Safe AD", size.tasks),
+        _evaluate(own / "training" / "dark-room", own / "ablations" / "base", "Safe AD, base", size.tasks),
+    ]
+    for name, option in (("context 96", ("--algo.net.context", "96")), ("share 0.5", ("--algo.share", "0.5"))):
+        run = folder / "runs" / f"safe-ad-{name.replace(' ', '-')}"
+        out = own / "ablations" / name.replace(" ", "-")
+        steps += [train(run, "ppo-lag", *option), _evaluate(run, out, f"Safe AD, {name}", size.tasks)]
+    eps = folder / "runs" / "safe-ad-eps"
+    panels = (*WORLDS, "safe-ad-eps", "safe-ad-ablations", "training")
+    return [
+        Job(name="safe-ad", panels=panels, steps=tuple(steps)),
+        Job(name="safe-ad-eps", panels=("safe-ad-eps",), steps=(
+            collect("eps", "--by", "eps"),
+            train(eps, "eps"),
+            _evaluate(eps, own / "dark-room-eps", "Safe AD-EPS", size.tasks),
+        )),
+    ]  # fmt: skip
+
+
+def _meta_jobs(size: Size, folder: Path) -> list[Job]:
+    """SafeMeta and MAML with penalty in the 5×5 room."""
+    found = []
+    for name, label in (("safe-meta", "SafeMeta"), ("maml", "MAML with penalty")):
+        run = folder / name / "training" / "dark-room"
+        words = ("--algo.iterations", str(size.meta), "--algo.tasks", "4", "--chunk", "2")
+        judged = ("--evaluation.tasks", str(size.tasks), "--evaluation.rows", str(size.tasks))
+        train = ("train", "--preset", f"darkroom-{name}-small", "--out", str(run), *words, *judged)
+        evaluate = _evaluate(run, folder / name / "dark-room", label, size.tasks)
+        found.append(Job(name=name, panels=(*WORLDS, "training", "hyperparameters"), steps=(train, evaluate)))
+    return found
+
+
+def _robots(size: Size, folder: Path) -> list[Job]:
+    """SCARED and a random agent with each robot, in short trials; Car in the plane, Ant by Euler steps."""
+    found = []
+    for world, args in (
+        ("safe-dark-point", ()),
+        ("safe-dark-car", ("engine=planar",)),
+        ("safe-velocity-half-cheetah", ()),
+        ("safe-velocity-ant", ("engine=euler",)),
+    ):
+        run, tasks = folder / world / "training", str(size.robot_tasks)
+        engine = tuple(word for arg in args for word in ("--env.engine", arg.partition("=")[2]))
+        sizes = ("--algo.iterations", str(size.robot_iterations), "--algo.rows", "8", "--algo.queue", "1")
+        train = (
+            "train", "--algo", "scared", "--env", world, "--out", str(run), "--env.episodes", "4", *engine,
+            *ROBOT_NET, *sizes, "--algo.segments", "1", "--algo.ppo.minibatch", "4", "--algo.ppo.epochs", "1",
+            "--evaluation.every", "0", "--evaluation.tasks", tasks, "--evaluation.rows", tasks,
+        )  # fmt: skip
+        random = (
+            "evaluate", "--agent", "random", "--env", world, "--env-args", "episodes=4", *args, "--tasks", tasks,
+            "--out", str(folder / world / "random"),
+        )  # fmt: skip
+        steps = (train, _evaluate(run, folder / world / "policy", "SCARED", size.robot_tasks), random)
+        found.append(Job(name=world, panels=(*WORLDS, "training"), steps=steps))
+    return found
+
+
+# -- running ------------------------------------------------------------------------------------------------
+
+
+class Progress:
+    """Which commands are finished, on disk; shared by the jobs that run side by side."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / DONE
+        self.seconds: dict[str, float] = (
+            read_json(self.path, "list of finished commands") if self.path.exists() else {}
+        )
+        self.lock = threading.Lock()
+
+    def finish(self, command: str, seconds: float) -> None:
+        """Note a command as finished."""
+        with self.lock:
+            self.seconds[command] = round(seconds, 1)
+            write_json(self.path, self.seconds)
+
+
+def run_jobs(asked: Sequence[Job], folder: Path, say: Callable[[str], None]) -> None:
+    """Run jobs, two at a time, but for what is finished. The first failure ends the report."""
+    make_folder(folder / "logs")
+    progress, stop = Progress(folder), threading.Event()
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        running = [pool.submit(_run_job, job, folder, progress, stop, say) for job in asked]
+        try:
+            for future in running:
+                future.result()
+        finally:
+            stop.set()  # the others end with the command they are at
+
+
+def _run_job(job: Job, folder: Path, progress: Progress, stop: threading.Event, say: Callable[[str], None]) -> None:
+    for step in job.steps:
+        command = " ".join(("safeicrl", *step))
+        if command in progress.seconds or stop.is_set():
+            continue
+        begin = time.monotonic()
+        _run_step(step, folder / "logs" / f"{job.name}.log")
+        progress.finish(command, time.monotonic() - begin)
+        say(f"{job.name}: {step[0]} done in {time.monotonic() - begin:.0f} s")
+
+
+def _run_step(step: Step, log: Path) -> None:
+    """One command; a training that was begun is resumed, or, where there is nothing to resume, begun anew."""
+    if step[0] == "train":
+        out = Path(step[step.index("--out") + 1])
+        if out.exists():
+            if _safeicrl(("train", "--resume", str(out)), log) == 0:
+                return
+            shutil.rmtree(out)
+    if _safeicrl(step, log) != 0:
+        last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+        raise UserError(f"safeicrl {step[0]} failed: {''.join(last)} (all of it: {log})")
+
+
+def _safeicrl(step: Step, log: Path) -> int:
+    with open(log, "a", encoding="utf-8") as file:
+        file.write(f"$ safeicrl {' '.join(step)}\n")
+        file.flush()
+        return subprocess.run([sys.executable, "-m", "safeicrl", *step], stdout=file, stderr=file).returncode
