@@ -188,9 +188,6 @@ def test_every_claim_has_a_verdict_and_a_panel():
 # -- the small scales ---------------------------------------------------------------------------------------
 
 
-EVALUATIONS = (("evaluate", "y"), ("evaluate", "z"))
-
-
 @pytest.fixture
 def commands(monkeypatch):
     """The commands that would have run; `fail` names those that fail."""
