@@ -218,8 +218,8 @@ PANELS: tuple[Panel, ...] = (
         title="Return and cost by episode",
         text="The paper's question (i): does a frozen policy earn more and cost less as its context grows, "
         "on tasks it never saw? One figure per world, all methods of the paper, and the baselines of this library. "
-        "Agents of one world that were evaluated with the same seed met the same tasks in the same order; where "
-        "one met fewer, these are the first of them.",
+        "Agents that were evaluated with the same seed on the same number of tasks met the same tasks; the table "
+        "has the numbers, the list below it the seeds.",
         parts=tuple(
             Part(
                 name=f"episodes-{world}",
