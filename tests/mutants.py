@@ -105,8 +105,8 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
         KEYS,
     ),
     Mutant(
-        "evaluation ignores its split", "evaluation/evaluate.py", "_sample(env, check_split(split),",
-        '_sample(env, "train",', KEYS,
+        "evaluation ignores its split", "evaluation/evaluate.py", "sample_tasks(env, check_split(split),",
+        'sample_tasks(env, "train",', KEYS,
     ),
     Mutant(
         "task key as run key", "evaluation/evaluate.py", "key = jax.random.fold_in(run_key, chunk)",

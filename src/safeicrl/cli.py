@@ -267,6 +267,8 @@ class Evaluate:
     wipe: bool = False  # forget at every episode: shows what in-context learning is worth
     fresh_episodes: int | None = None  # for an agent that adapts: played for each update; 0: those that count
     updates: int | None = None  # for an agent that adapts: the most updates in a trial
+    # a frozen list of tasks instead of those of --split and --seed; wide: tracks only, limits between training's
+    list: Literal["train", "validation", "test", "wide"] | None = None
     split: Literal["test", "train"] = "test"  # which distribution the tasks are drawn from
     seed: int = 0  # of tasks and actions; agents evaluated with the same seed meet the same tasks
     rows: int | None = None  # trials at a time; 256 by default, 32 on a CPU
@@ -277,7 +279,7 @@ class Evaluate:
 def evaluate(args: list[str]) -> None:
     """Evaluate a frozen agent on unseen tasks: the paper's protocol."""
     from safeicrl.evaluation.archive import save_results
-    from safeicrl.evaluation.tables import seeds_table, summary_table
+    from safeicrl.evaluation.tables import limits_table, seeds_table, summary_table
 
     asked = _parse("evaluate", Evaluate, args)
     contenders, results = _contenders(asked), {}
@@ -285,9 +287,9 @@ def evaluate(args: list[str]) -> None:
     unsaved: UserError | None = None
     for name, who in contenders.items():
         result = who.adapting(fresh_episodes=asked.fresh_episodes, updates=asked.updates).evaluate(
-            split=asked.split, tasks=asked.tasks, budgets=asked.budgets, budget_count=asked.budget_count,
-            budgets_per_task=asked.budgets_per_task, episodes=asked.episodes, seed=asked.seed, rows=asked.rows,
-            label=asked.label or who.label,
+            split=asked.split, task_list=asked.list, tasks=asked.tasks, budgets=asked.budgets,
+            budget_count=asked.budget_count, budgets_per_task=asked.budgets_per_task,
+            episodes=asked.episodes, seed=asked.seed, rows=asked.rows, label=asked.label or who.label,
         )  # fmt: skip
         results[name], meta = result, result.meta
         print(f"{name}: actions {meta['actions']}, context {meta['context']}, {meta['seconds']:.1f} s")
@@ -299,6 +301,8 @@ def evaluate(args: list[str]) -> None:
             except UserError as error:  # the table below is then all that is left of the work
                 unsaved = error
     Console().print(summary_table([result]) if len(contenders) == 1 else seeds_table(results))
+    if "limits" in result.meta and len(contenders) == 1:
+        Console().print(limits_table(result))
     if unsaved is not None:
         raise unsaved
 

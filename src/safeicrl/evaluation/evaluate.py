@@ -14,6 +14,7 @@ from safeicrl.envs.faults import first_of, refuse_fault
 from safeicrl.envs.registry import env_to_plain
 from safeicrl.errors import MOST_EPISODES, MOST_STEPS, UserError, check_budget, check_integer, check_seed
 from safeicrl.evaluation.results import Results
+from safeicrl.evaluation.task_lists import evaluation_keys, load_list, sample_tasks
 from safeicrl.optimisers.meta import Spent
 from safeicrl.provenance import surroundings
 from safeicrl.trial import Episodes, episode_sums, first_fault, run_trials
@@ -32,6 +33,7 @@ def evaluate(
     episodes: int | None = None,
     seed: int = 0,
     split: Split = "test",
+    task_list: str | None = None,
     rows: int | None = None,
     segments: int = 8,
     label: str = "agent",
@@ -44,11 +46,17 @@ def evaluate(
     budgets spread over the range. Small and large budgets are then compared on the same tasks; otherwise
     differences between tasks can hide what a budget is worth.
 
+    `task_list` takes the first `tasks` tasks of a frozen list of the world (train, validation, test; for the tracks
+    also wide) in place of those of `split` and `seed`.
+
     `episodes` is the environment's K by default. Tasks and budgets depend on `seed` alone, so two agents meet the
     same tasks. At most `rows` trials run at a time (by default 256, on a CPU 32), which bounds the memory. All
     these chunks share one compilation, and each ends with its longest trial. `segments` is that of `run_trials`,
     for agents whose memory grows; a short trial has fewer.
     """
+    frozen = None if task_list is None else load_list(env, task_list)
+    if frozen is not None:
+        tasks, split = min(tasks, frozen.count), frozen.split
     episodes, rows = check_size(env, tasks=tasks, budgets_per_task=budgets_per_task, episodes=episodes, rows=rows)
     trials = tasks * budgets_per_task
     check_seed(seed)
@@ -58,8 +66,11 @@ def evaluate(
         raise UserError(f"budgets_per_task must be at most budget_count, got {budgets_per_task} > {budget_count}")
     begin = time.perf_counter()
 
-    task_key, run_key = jax.random.split(jax.random.key(seed))
-    sampled = _sample(env, check_split(split), jax.random.split(task_key, tasks))
+    task_key, run_key = evaluation_keys(seed)
+    if frozen is None:
+        sampled = sample_tasks(env, check_split(split), jax.random.split(task_key, tasks))
+    else:
+        sampled = jax.tree.map(lambda x: x[:tasks], frozen.tasks)
     budget = grid[np.arange(trials) * len(grid) // trials]  # [trial]: every budget equally often
     steps = episodes * env.spec.max_steps
     segments = min(segments, max(steps // SEGMENT, 1)) if _grows(agent, sampled, steps) else 1
@@ -84,6 +95,8 @@ def evaluate(
         "seed": seed,
         "budget_range": [low, high],
         "budgets_per_task": budgets_per_task,
+        **({} if frozen is None else {"task_list": frozen.described()}),
+        **({"limits": _plain_limits(sampled)} if hasattr(sampled, "multiplier") else {}),
         **({} if spent is None else {"adaptation": spending(spent)}),
         **(meta or {}),
         **surroundings(),
@@ -121,9 +134,9 @@ def _grows(agent: Agent, tasks: PyTree, steps: int) -> bool:
     return jax.tree.leaves(early) != jax.tree.leaves(late)
 
 
-@eqx.filter_jit
-def _sample(env: Env, split: Split, keys: Key) -> PyTree:
-    return jax.vmap(lambda key: env.sample_task(key, split))(keys)
+def _plain_limits(tasks: PyTree) -> list[float]:
+    """[task] the speed limits of a track's tasks, for reports by limit."""
+    return [round(float(limit), 4) for limit in np.asarray(tasks.multiplier)]
 
 
 @eqx.filter_jit

@@ -119,6 +119,7 @@ def _check_comparable(one: Results, other: Results) -> None:
         "physics": lambda r: r.meta.get("approximation", "the real one"),
         "split": lambda r: r.meta.get("split"),
         "seed": lambda r: r.meta.get("seed"),
+        "task list": lambda r: (r.meta.get("task_list") or {}).get("sha256"),
         "budgets per task": lambda r: r.budgets_per_task,
         "trials": lambda r: "{} of {} episodes".format(*r.returns.shape),
         "budget range": lambda r: r.budget_range,

@@ -121,6 +121,35 @@ def safety_table(groups: Mapping[str, Sequence[Results]]) -> Table:
     return table
 
 
+def limits_table(result: Results, last: int = 5) -> Table:
+    """A track's results by speed limit, and the mean ± standard error over limits: a repeated limit counts once."""
+    table = _table(f"by speed limit; last: the last {last} episodes; ±: over limits")
+    limits = np.asarray(result.meta["limits"])[result.task]  # [trial]
+    last_return, cost = result.returns[:, -last:].mean(axis=1), result.costs[:, -last:].mean(axis=1)
+    columns = {
+        "return, first": (result.returns[:, 0], "{:.1f}"),
+        "return, last": (last_return, "{:.1f}"),
+        "cost, first": (result.costs[:, 0], "{:.2f}"),
+        "cost, last": (cost, "{:.2f}"),
+        "over budget": (result.over.mean(axis=1), "{:.1%}"),
+    }
+    table.add_column("limit", no_wrap=True)
+    for name in ("trials", *columns):
+        table.add_column(name, justify="right")
+    names = np.unique(limits)
+    for limit in names:
+        mine = limits == limit
+        numbers = (form.format(values[mine].mean()) for values, form in columns.values())
+        table.add_row(f"{limit:g}", str(mine.sum()), *numbers)
+    means = []
+    for values, form in columns.values():
+        each = np.array([values[limits == limit].mean() for limit in names])
+        means.append(f"{form.format(each.mean())} ± {form.format(standard_error(each))}")
+    table.add_section()
+    table.add_row("mean", str(len(limits)), *means)
+    return table
+
+
 def relative_table(results: Sequence[Results], *, upper: Results, lower: Results, last: int = 5) -> Table:
     """One row per agent, with the two baselines: return of the last episodes, and its place between theirs."""
     name = f"last {NUMBERS[last]}" if 0 < last < len(NUMBERS) else f"last {last}"
