@@ -197,9 +197,12 @@ def commands(monkeypatch):
     def stand_in(step, log):
         ran.append(step)
         log.write_text("safeicrl: no such thing\n")
-        if step[0] == "train" and "--out" in step and step[0] not in fail:
-            Path(step[step.index("--out") + 1]).mkdir(parents=True)
-        return 2 if step[0] in fail or " ".join(step[:2]) in fail else 0
+        failed = " ".join(step[:2]) in fail
+        if step[0] == "train" and not failed and "interrupt" not in fail:
+            out = Path(step[-1])  # of --out and --resume
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "best-seed0.safetensors").touch()
+        return 2 if failed else 0
 
     monkeypatch.setattr(jobs, "_safeicrl", stand_in)
     return ran, fail
@@ -211,15 +214,18 @@ def run(asked, folder):
 
 def test_finished_commands_are_skipped_and_the_failed_one_is_run_again(commands, tmp_path):
     ran, fail = commands
-    job = jobs.Job(name="x", panels=(), steps=(("collect",), ("evaluate", "y"), ("evaluate", "z")))
+    collect, first, second = (
+        (*words, "--out", "o") for words in (("collect",), ("evaluate", "y"), ("evaluate", "z"))
+    )
+    job = jobs.Job(name="x", panels=(), steps=(collect, first, second))
     fail.append("evaluate y")
     with pytest.raises(UserError, match=r"safeicrl evaluate failed: safeicrl: no such thing \(all of it: .*x\.log"):
         run([job], tmp_path)
-    assert ran == [("collect",), ("evaluate", "y")]
+    assert ran == [collect, first]
     fail.clear()
     ran.clear()
     run([job], tmp_path)
-    assert ran == [("evaluate", "y"), ("evaluate", "z")]
+    assert ran == [first, second]
     ran.clear()
     run([job], tmp_path)
     assert ran == []
@@ -237,6 +243,11 @@ def test_an_interrupted_training_is_resumed_or_begun_anew(commands, tmp_path):
     fail.append("train --resume")
     run([jobs.Job(name="x", panels=(), steps=(train,))], tmp_path / "two")
     assert ran == [resume, train]
+    fail.append("interrupt")
+    new = ("train", "--preset", "p", "--out", str(tmp_path / "new"))
+    with pytest.raises(UserError, match="was interrupted; the same command goes on with it"):
+        run([jobs.Job(name="x", panels=(), steps=(new,))], tmp_path / "three")
+    assert not (tmp_path / "three" / jobs.DONE).exists()
 
 
 def test_every_command_of_a_small_scale_can_be_parsed_and_writes_what_a_panel_needs(tmp_path):

@@ -117,7 +117,7 @@ def _meta(algo: str, env: Env, **changes: Any) -> Experiment:
 
 def _darkroom_meta(algo: str, name: str) -> Recipe:
     found = _meta(algo, SafeDarkRoom())
-    evaluation = dataclasses.replace(found.train.evaluation, every=3000)
+    evaluation = dataclasses.replace(found.train.evaluation, every=1000)
     train = dataclasses.replace(found.train, evaluation=evaluation)
     return Recipe.single(name, dataclasses.replace(found, train=train))
 
@@ -417,7 +417,7 @@ def _meta_presets(algo: str, short: str, title: str) -> dict[str, Preset]:
     return {
         room: Preset(summary=f"{title} in the paper's room: one GPU", make=partial(_darkroom_meta, algo, room)),
         small: Preset(
-            summary=f"{title} in a 5×5 room: two CPU cores, 5 min", make=partial(_darkroom_meta_small, algo, small)
+            summary=f"{title}, 5×5 room: two CPU cores, 5 min", make=partial(_darkroom_meta_small, algo, small)
         ),
     }
 

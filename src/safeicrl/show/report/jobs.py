@@ -266,15 +266,17 @@ def _run_job(job: Job, folder: Path, progress: Progress, stop: threading.Event, 
 
 def _run_step(step: Step, log: Path) -> None:
     """One command; a training that was begun is resumed, or, where there is nothing to resume, begun anew."""
-    if step[0] == "train":
-        out = Path(step[step.index("--out") + 1])
-        if out.exists():
-            if _safeicrl(("train", "--resume", str(out)), log) == 0:
-                return
-            shutil.rmtree(out)
-    if _safeicrl(step, log) != 0:
+    out = Path(step[step.index("--out") + 1])
+    begun = step[0] == "train" and out.exists()
+    resumed = begun and _safeicrl(("train", "--resume", str(out)), log) == 0
+    if begun and not resumed:
+        shutil.rmtree(out)
+    if not resumed and _safeicrl(step, log) != 0:
         last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
         raise UserError(f"safeicrl {step[0]} failed: {''.join(last)} (all of it: {log})")
+    # An interrupted training ends without an error. Its policy is written by its only evaluation, at its end.
+    if step[0] == "train" and not any(out.glob("best-seed*.safetensors")):
+        raise UserError(f"the training in {out} was interrupted; the same command goes on with it")
 
 
 def _safeicrl(step: Step, log: Path) -> int:
