@@ -34,7 +34,7 @@ myst_links_external_new_tab = True
 default_role = "code"  # docstrings write `name` for code
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_default_options = {"members": True, "show-inheritance": False}
+autodoc_default_options = {"members": True}
 autodoc_preserve_defaults = True
 
 html_theme = "furo"
