@@ -7,7 +7,7 @@ QUICK := $(addprefix tests/test_, penalty.py returns.py trial.py spaces.py trans
   cli.py::test_mistakes_are_one_line) \
   'tests/test_scared.py::test_the_good_arm_is_found_in_context_and_pulled_exactly_as_often_as_the_budget_allows[ppo]'
 
-.PHONY: demo test quick lint format lock clean
+.PHONY: demo test quick docs mutants lint format lock clean
 
 demo: .venv/ready  ## what the library does, in under two minutes
 	$(BIN)/safeicrl demo
@@ -17,6 +17,13 @@ test: .venv/ready lint  ## everything the continuous integration checks; a file 
 
 quick: .venv/ready lint  ## lint, types and the tests that matter most; with programs compiled by an earlier run
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(QUICK)
+
+docs: .venv/ready  ## the documentation site, in build/docs; a warning or a page that needs the network is an error
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs/site . build/docs
+	@echo "open build/docs/index.html"
+
+mutants: .venv/ready  ## put deliberate faults into a copy, one by one: a test must fail; ONLY=part of a name
+	$(BIN)/python tests/mutants.py "$(ONLY)"
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -36,7 +43,7 @@ format: .venv/ready
 
 lock:  ## resolve the ranges of pyproject.toml anew (needs uv)
 	uv pip compile --universal --python-version 3.11 --no-header --no-annotate \
-	  --extra mujoco --extra dev --extra tensorboard --extra minari --extra pandas --extra onnx --extra play \
+	  --extra mujoco --extra dev --extra tensorboard --extra minari --extra pandas --extra onnx --extra play --extra docs \
 	  pyproject.toml -o requirements.lock
 
 clean:

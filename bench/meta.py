@@ -1,7 +1,7 @@
 """How long a meta-iteration takes: the paper's settings, or any preset of a meta-learner.
 
 python bench/meta.py                                            both methods in the room, 1 and 3 seeds
-python bench/meta.py --presets point-safe-meta --seeds 1 --out results/bench_meta_h200.json
+python bench/meta.py --presets darkroom-safe-meta --seeds 1 --out results/bench_meta_h200.json
 """
 
 import argparse

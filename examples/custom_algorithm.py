@@ -11,7 +11,7 @@ from safeicrl.envs.api import record, replace
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers.ppo import PPO, PPOConfig, PPOState
 from safeicrl.penalty import PenaltyConfig
-from safeicrl.trial import episode_sums, run_trials, sample_queue
+from safeicrl.trial import episode_sums, first_fault, run_trials, sample_queue
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class PlainPPO:
         return PlainState(optimiser=self.ppo.init(key), iteration=jnp.int32(0), key=random.fold_in(key, 1))
 
     def update(self, state):
-        env, spec, agent = self.env, self.env.spec, self.agent(state)
-        key, draw, play, learn = random.split(state.key, 4)
+        env, spec, free = self.env, self.env.spec, jnp.zeros(self.env.spec.episodes)  # cost has no price
+        agent, (key, draw, play, learn) = self.agent(state), random.split(state.key, 4)
         tasks, budgets = sample_queue(env, "train", spec.train_budget, (self.config.rows, 1), draw)
         trials = run_trials(env, agent, tasks, budgets, play, episodes=spec.episodes, steps=spec.trial_steps)
-        free = jnp.zeros(spec.episodes)  # the price of cost in each episode
         ppo, metrics = self.ppo.update(state.optimiser, trials, tasks, free, state.iteration, learn)
-        more = {"lambda": free[0], "env_steps": trials.valid.sum(), **summary(episode_sums(trials, spec.episodes))}
-        return PlainState(optimiser=ppo, iteration=state.iteration + 1, key=key), {**metrics, **more}
+        metrics |= {"lambda": free[0], "env_steps": trials.valid.sum(), "fault": first_fault(trials)}
+        metrics |= summary(episode_sums(trials, spec.episodes))
+        return PlainState(optimiser=ppo, iteration=state.iteration + 1, key=key), metrics
 
     def start_from(self, state, other):
         return replace(state, optimiser=self.ppo.start_from(state.optimiser, other.optimiser))

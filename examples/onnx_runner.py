@@ -16,7 +16,7 @@ import onnxruntime
 class OnnxPolicy:
     def __init__(self, path: str, threads: int = 1):
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
+        options.intra_op_num_threads, options.log_severity_level = threads, 3  # 3: errors only
         self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         self.outputs = [output.name for output in self.session.get_outputs()]
         self.meta = json.loads(self.session.get_modelmeta().custom_metadata_map["safeicrl"])

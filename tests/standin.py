@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from safeicrl.algos import registry
 from safeicrl.envs.api import record, replace
 from safeicrl.envs.dark_room import SafeDarkRoom
-from safeicrl.trial import episode_sums, run_trials
+from safeicrl.trial import episode_sums, first_fault, run_trials
 
 ROOM = SafeDarkRoom(size=3, obstacles=2, max_steps=5, episodes=4, train_budget=(1.0, 3.0), test_budget=(1.0, 3.0))
 
@@ -117,6 +117,7 @@ class TableAlgorithm:
             "over_budget": over,
             "lambda": state.multiplier,
             "policy_loss": value,
+            "fault": first_fault(played),
             "over_budget_by_bin": jnp.array([over, jnp.nan]),
         }
 

@@ -228,7 +228,7 @@ def test_cards_are_checked(tmp_path):
         ("env", [{}], [None, "safe-dark-room"]),
         ("name", ["mine"], [None, 3]),
         ("description", ["δ"], [None, ["δ"]]),
-        ("temperature", [0, 0.5], [None, "warm", True, -1.0, float("nan")]),
+        ("temperature", [0, 0.5], [None, "warm", True, -1.0]),
         ("training", [{}, {"seed": 1}], [None, "long", [], [{}]]),
         ("evaluation", [{}], [None, [], "good" * 99]),
         ("limits", [[], ["few"]], [None, "abc", ["few", None], {"few": 1}]),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from PIL import Image
 from standin import ROOM, TableAgent, TableConfig
 
 from safeicrl import cli
@@ -18,6 +20,7 @@ from safeicrl.config import from_plain
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import load_results, results_equal
+from safeicrl.evaluation.statistics import summarise
 from safeicrl.evaluation.tables import group
 from safeicrl.log import read_metrics
 from safeicrl.optimisers.ppo import PPOConfig
@@ -93,7 +96,7 @@ def refused(capsys, *args) -> str:
         ("evaluate runs/nothing", "no policy and no run folder at runs/nothing$"),
         ("evaluate --policy x", "leave out --policy, its value alone"),
         ("evaluate --agent random --out .", "--out must name the file"),
-        ("evaluate --agent random --seed 99999999999999999999", "seed must be below 2³²"),
+        ("evaluate --agent random --seed 99999999999999999999", "seed must be an integer ≥ 0 and below 2³²"),
         ("evaluate --agent random --budgets 3", "--budgets takes two numbers, got '3'$"),
         ("evaluate x --agent random", "needs either a policy"),
         ("evaluate --agent randon", "invalid choice 'randon'"),
@@ -299,12 +302,12 @@ def test_beyond_its_training_a_policy_is_evaluated_with_a_warning(tmp_path, caps
 
 def test_a_run_without_a_policy_yet_is_not_sent_to_evaluation(tmp_path, capsys, monkeypatch):
     def stopped(self):  # as by Ctrl-C before the first iteration
-        self.requested = True
+        self.number = signal.SIGINT
         return self
 
     monkeypatch.setattr(StopRequest, "__enter__", stopped)
     run = tmp_path / "run"
-    assert main(["train", "--preset", "table", "--out", str(run)]) == 0
+    assert main(["train", "--preset", "table", "--out", str(run)]) == 130
     shown = capsys.readouterr().out
     assert f"safeicrl train --resume {run}" in shown
     assert "safeicrl evaluate" not in shown
@@ -353,11 +356,20 @@ def test_the_demo_leaves_its_files(tmp_path, capsys):
         "planner.npz",
         "planner.json",
     } <= names
-    assert all(file.stat().st_size > 100 for file in files)
     shown = capsys.readouterr().out
-    assert "explorer" in shown
     assert str(tmp_path) in shown
-    assert load_results(tmp_path / "explorer").over.sum() == 0
+    # the table shows what the files hold; the explorer keeps every budget, the planner finds every goal it may
+    found = {name: load_results(tmp_path / name) for name in ("explorer", "planner", "random")}
+    totals = [summarise(each).total_return for each in found.values()]
+    row = next(line for line in shown.splitlines() if "total return of 3" in line)
+    assert [float(number) for number in re.findall(r"(\d+\.\d+) ±", row)] == pytest.approx(totals, abs=0.006)
+    assert totals[1] > totals[0] > totals[2]
+    assert [bool(each.over.any()) for each in found.values()] == [False, False, True]
+    for name in ("episodes", "budgets", "over-budget"):
+        with Image.open(tmp_path / f"{name}.png") as picture:
+            assert len(picture.convert("RGB").getcolors(2**24)) > 100  # something is drawn in it
+    with Image.open(tmp_path / "one-room.gif") as film:
+        assert film.n_frames > 3
 
 
 def test_a_rooms_film_tells_what_happened():

@@ -1,6 +1,7 @@
 """Collecting learning histories: the order of episodes by hand, the room's rules, interrupts, the command line."""
 
 import dataclasses
+import itertools
 import json
 
 import jax
@@ -11,7 +12,7 @@ from safeicrl.cli import main
 from safeicrl.envs.dark_room import MOVES, SafeDarkRoom
 from safeicrl.errors import UserError
 from safeicrl.histories import collect as module
-from safeicrl.histories.collect import CollectConfig, arrange, collect, default_config, learning_progress
+from safeicrl.histories.collect import CollectConfig, Stream, collect, default_config, learning_progress
 from safeicrl.histories.store import ARRAYS, TERMINATED, TRUNCATED, open_histories
 from safeicrl.optimisers.lagrangian import PPOLagConfig
 
@@ -27,18 +28,32 @@ def histories(tmp_path_factory):
     return collect(ROOM, TINY, out=tmp_path_factory.mktemp("collected"))
 
 
-def test_episodes_come_whole_in_the_order_in_which_they_ended():
+def written(stream: Stream, parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """What a stream gives for the parts, put where it says."""
+    found = {name: np.full(11 if name != "final" else 2, -1) for name in ("action", "done", "final")}
+    for part in parts:
+        for name, at, values in stream.feed(part):
+            if name in found:
+                found[name][at : at + len(values)] = values.reshape(len(values))
+    return found
+
+
+@pytest.mark.parametrize("cuts", [(), (3,), (1, 2, 4)])
+def test_episodes_come_whole_in_the_order_in_which_they_ended(cuts):
     """Two environments side by side, six steps; a step is named by its environment and time."""
     done = np.array([[0, 0, 2, 0, 1, 0], [0, 1, 0, 0, 0, 2]], np.uint8)
     name = np.array([[0, 1, 2, 3, 4, 5], [10, 11, 12, 13, 14, 15]])
     played = {key: name for key in ("action", "reward", "cost")} | {"done": done}
     played |= {"observation": name[..., None], "final": 100 + name[..., None]}
-    found = arrange(played, 11, SafeDarkRoom(size=3, obstacles=1, max_steps=4))
+    bounds = (0, *cuts, 6)
+    parts = [{n: x[:, a:b] for n, x in played.items()} for a, b in itertools.pairwise(bounds)]
+    found = written(Stream(11), parts)
     # the episode that ended first began second; environment 0's last step belongs to no whole episode
     np.testing.assert_array_equal(found["action"], [10, 11, 0, 1, 2, 3, 4, 12, 13, 14, 15])
     np.testing.assert_array_equal(found["done"], [0, 1, 0, 0, 2, 0, 1, 0, 0, 0, 2])
-    np.testing.assert_array_equal(found["final"][:, 0], [102, 115])
-    assert found["observation"].shape == (11, 1)
+    np.testing.assert_array_equal(found["final"], [102, 115])
+    # a shorter history ends in the middle of an episode
+    np.testing.assert_array_equal(written(Stream(6), parts)["action"], [10, 11, 0, 1, 2, 3, -1, -1, -1, -1, -1])
 
 
 def test_every_recorded_step_obeys_the_rules_of_its_room(histories):

@@ -23,6 +23,7 @@ from safeicrl.envs import from_gymnasium as module
 from safeicrl.envs.from_gymnasium import GymTask
 from safeicrl.envs.registry import WORLDS, env_from_plain, env_to_plain
 from safeicrl.envs.spaces import Box, Discrete, Grid
+from safeicrl.envs.wrappers import FixedTask
 from safeicrl.errors import UserError
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
@@ -191,6 +192,14 @@ def test_an_environment_cannot_go_back(shared):
         env.reset(jax.random.key(0), env.sample_task(jax.random.key(1), "train"))
     with pytest.raises(Exception, match="groups of environments are in use"):
         jax.block_until_ready(env.step(jax.random.key(0), after, jnp.int32(0), None))
+
+
+def test_it_cannot_be_wrapped(shared):
+    env, _ = shared
+    with pytest.raises(
+        UserError, match="a fixed task must be made from an environment in JAX; shared clocks is one of"
+    ):
+        FixedTask(name=env.registered)
 
 
 def test_spaces_become_the_librarys():

@@ -193,7 +193,7 @@ def test_files_become_figures(tmp_path, extension):
     (run / "config.json").write_text('{"command": "safeicrl train"}')
     files = draw_all([tmp_path / "a.npz", tmp_path / "b.json", run], tmp_path / "figures", extension)
     assert [file.name for file in files] == [
-        f"{name}.{extension}" for name in ("episodes", "budgets", "over-budget", "training")
+        f"{name}.{extension}" for name in ("episodes", "budgets", "over-budget", "profiles", "training")
     ]
     for file in files:
         assert file.stat().st_size > 5000

@@ -20,6 +20,7 @@ from safeicrl.algos import registry
 from safeicrl.cli import main
 from safeicrl.config import changed
 from safeicrl.envs.api import record, replace
+from safeicrl.envs.faults import NO_FAULT
 from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import load_results, results_equal
 from safeicrl.log import JsonLines, read_metrics, read_run
@@ -80,7 +81,7 @@ class Drift:
         net = jax.tree.map(lambda x: x * factor if eqx.is_inexact_array(x) else x, state.net)
         metrics = dict.fromkeys(("return", "cost", "budget", "over_budget", "lambda"), jnp.float32(0.0))
         state = replace(state, net=net, memory=state.memory + 1)
-        return state, {**metrics, "env_steps": jnp.int32(10)}
+        return state, {**metrics, "env_steps": jnp.int32(10), "fault": NO_FAULT}
 
 
 if "drift" not in registry.ALGOS:

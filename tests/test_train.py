@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 from standin import ROOM, TableAlgorithm, TableConfig
 
+from safeicrl import train as trainer
 from safeicrl.algos.api import METRICS
 from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import load_results, results_equal
+from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.statistics import Summary, rank
 from safeicrl.log import read_metrics
 from safeicrl.policies import cards, checkpoint
-from safeicrl.signals import StopRequest
+from safeicrl.signals import GRACE, StopRequest
 from safeicrl.train import EvalConfig, TrainConfig, train
 
 ALGORITHM = TableAlgorithm(env=ROOM, config=TableConfig())
@@ -48,10 +50,27 @@ def timeless(folder: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if k not in clock} for line in read_metrics(folder / "metrics.jsonl")]
 
 
+# Iteration → total return, and cost of every episode, where the budget is 2. The best is the third: the fifth
+# returns more, but breaks its budget.
+SCRIPT = {1: (1.0, 1.0), 2: (2.0, 1.0), 3: (3.0, 2.0), 4: (2.5, 0.0), 5: (9.0, 3.0), 6: (2.0, 1.0)}
+
+
+def scripted(env, agent, *, label, meta, **_) -> Results:
+    """An evaluation whose numbers are known: which policy is best hangs on no random number."""
+    total, cost = SCRIPT[meta["iteration"]]
+    shape = (20, env.episodes)
+    return Results(
+        returns=np.full(shape, total / env.episodes), costs=np.full(shape, cost), lengths=np.ones(shape),
+        budgets=np.full(20, 2.0), meta={"label": label, **meta},
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """A run whose policy is evaluated after every iteration."""
-    return train(ALGORITHM, config(evaluation=EVERY), out=tmp_path_factory.mktemp("whole")).folder
+    """A run whose policy is evaluated after every iteration, by `SCRIPT`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "evaluate", scripted)
+        return train(ALGORITHM, config(evaluation=EVERY), out=tmp_path_factory.mktemp("whole")).folder
 
 
 def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
@@ -77,6 +96,7 @@ def same_best(one: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("at", ["best-seed0.json", "best-seed0-evaluation.json"])
 def test_a_run_killed_between_the_files_of_its_best_policy_mends_them(whole, tmp_path, monkeypatch, at):
+    monkeypatch.setattr(trainer, "evaluate", scripted)
     replace, seen = os.replace, []
 
     def killed(source, target):
@@ -98,20 +118,18 @@ def test_a_run_killed_between_the_files_of_its_best_policy_mends_them(whole, tmp
 def test_the_evaluation_that_chose_the_best_policy_is_kept(whole):
     found, card = load_results(whole / "best-seed0-evaluation"), cards.read_card(whole / "best-seed0.json")
     log = [line for line in read_metrics(whole / "metrics.jsonl") if "eval/total_return" in line]
-    safe = lambda line: line["eval/over_budget"] <= EVERY.tolerance  # noqa: E731
-    best = max(
-        log, key=lambda line: (safe(line), line["eval/total_return"] if safe(line) else -line["eval/over_budget"])
-    )
-    assert 1 < best["iteration"] < 6, "neither the first nor the last is to be the best"
-    assert found.meta["iteration"] == card["training"]["iteration"] == best["iteration"]
-    assert found.returns.shape == (20, ROOM.episodes)
-    assert found.returns.sum(axis=1).mean() == pytest.approx(best["eval/total_return"])
-    assert found.over.mean() == pytest.approx(best["eval/over_budget"])
+    assert [line["eval/total_return"] for line in log] == pytest.approx([total for total, _ in SCRIPT.values()])
+    assert [line["eval/over_budget"] for line in log] == [float(cost > 2) for _, cost in SCRIPT.values()]
+    assert found.meta["iteration"] == card["training"]["iteration"] == 3
+    assert found.returns.sum(axis=1).mean() == pytest.approx(3.0)
+    weights = [checkpoint.read(whole / name, kind=kind)[0]["table"] for name, kind in FILES.items()]
+    assert (weights[0] != weights[1]).any(), "the third iteration's policy, not the last one's"
     assert card["evaluation"] == {**found.meta, "summary": card["evaluation"]["summary"]}
     assert found.label == f"{whole.name}, in training"
     assert "temperature" not in card
 
 
+FILES = {"best-seed0.safetensors": "policy", "checkpoint.safetensors": "checkpoint"}
 KILLED = """
 import sys
 sys.path.insert(0, sys.argv[2])
@@ -278,12 +296,37 @@ def test_what_best_means():
     assert [s.total_return for s in by_rank] == [9.0, 8.0, 1.0, 2.0]
 
 
-def test_a_polite_signal_finishes_the_chunk():
-    before = signal.getsignal(signal.SIGINT)
+@pytest.fixture
+def handlers():
+    """Signals as in a terminal, however the tests were started; as they were afterwards."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.usefixtures("handlers")
+def test_a_polite_signal_finishes_the_chunk(number, status):
+    signal.signal(number, signal.default_int_handler)
     with StopRequest() as stop:
         assert not stop.requested
-        signal.raise_signal(signal.SIGINT)
+        assert stop.exit_status == 0
+        signal.raise_signal(number)
         assert stop.requested
-        with pytest.raises(KeyboardInterrupt):  # a second one acts as usual
+        assert stop.exit_status == status
+        signal.raise_signal(signal.SIGINT)  # at once: belongs to the first one
+        stop.since -= 2 * GRACE
+        with pytest.raises(KeyboardInterrupt):  # a late one acts as usual
             signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("handlers")
+def test_an_ignored_signal_stays_ignored():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as after nohup, or in the background of a script
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert not stop.requested
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

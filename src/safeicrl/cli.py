@@ -1,6 +1,7 @@
 """The command line: safeicrl train | collect | evaluate | export | compare | plot | reproduce | demo | play | list.
 
-A user's mistake gets one line on stderr and exit code 2; a traceback is always a bug.
+A user's mistake gets one line on stderr and exit code 2; a traceback is always a bug. A run that a signal stopped
+has saved its work, and ends with exit code 128 + signal: 130 after Ctrl-C.
 """
 
 import contextlib
@@ -24,9 +25,10 @@ from rich.table import Table
 
 from safeicrl.compiled import keep_compiled
 from safeicrl.config import DROPPED, dropped_option
-from safeicrl.errors import Approximation, BeyondTraining, UserError, unknown_name
-from safeicrl.files import make_folder
+from safeicrl.errors import Approximation, BeyondTraining, Damaged, UserError, printable, unknown_name
+from safeicrl.files import check_output, make_folder
 from safeicrl.plugins import import_module, load_entry_points
+from safeicrl.signals import StopRequest
 from safeicrl.version import VERSION
 
 T = TypeVar("T")
@@ -35,26 +37,35 @@ T = TypeVar("T")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a file name may have bytes that are no text
+            stream.reconfigure(errors="backslashreplace")
     try:
         with _plain_warnings():
-            _run(args)
+            return _run(args) or 0
     except UserError as error:
-        print(f"safeicrl: {error}", file=sys.stderr)
-        return 2
+        return _complain(error)
     except KeyboardInterrupt:
         return 130
-    except RuntimeError as error:
-        if not re.search("RESOURCE_EXHAUSTED|[Oo]ut of memory", str(error)):
-            raise
-        hint = "fewer --tasks and --rows need less, in training --algo.rows"
-        print(f"safeicrl: out of memory: {hint}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # the reader of our output has stopped reading (safeicrl list | head)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+        return 0
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not re.search("RESOURCE_EXHAUSTED|[Oo]ut of memory", str(error)):
+            raise
+        return _complain("out of memory: fewer --tasks and --rows need less, in training --algo.rows")
+    except OSError as error:  # of a file whose name came from the user
+        name = "" if error.filename is None else f": {error.filename}"
+        return _complain(f"{error.strerror or error}{name}")
 
 
-def _run(args: list[str]) -> None:
+def _complain(error: object) -> int:
+    """Print one line about a mistake; returns the exit code."""
+    print(f"safeicrl: {printable(str(error))}", file=sys.stderr)
+    return 2
+
+
+def _run(args: list[str]) -> int | None:
     if "--no-compile-cache" in args:
         args.remove("--no-compile-cache")
     else:
@@ -67,7 +78,8 @@ def _run(args: list[str]) -> None:
     elif args[0] not in COMMANDS:
         raise unknown_name("command", args[0], COMMANDS)
     else:
-        COMMANDS[args[0]](args[1:])
+        return COMMANDS[args[0]](args[1:])
+    return 0
 
 
 def _import_asked(args: list[str]) -> list[str]:
@@ -94,8 +106,8 @@ def _plain_warnings() -> Iterator[None]:
             message: Warning | str, category: type[Warning], filename: str, lineno: int,
             file: TextIO | None = None, line: str | None = None,
         ) -> None:  # fmt: skip
-            if issubclass(category, (Approximation, BeyondTraining)):
-                print(f"safeicrl: {message}", file=sys.stderr)
+            if issubclass(category, (Approximation, BeyondTraining, Damaged)):
+                print(f"safeicrl: {printable(str(message))}", file=sys.stderr)
             else:
                 of_others(message, category, filename, lineno, file, line)
 
@@ -121,7 +133,7 @@ def _first_line(thing: Any) -> str:
 # -- train --------------------------------------------------------------------------------------------------
 
 
-def train(args: list[str]) -> None:
+def train(args: list[str]) -> int:
     """Train a policy: --preset NAME, or --algo NAME --env NAME, or as a stored run: --like RUN; or --resume RUN."""
     from safeicrl.recipes.form import check_resumable, train_form, with_options
     from safeicrl.recipes.run import run_recipe
@@ -135,7 +147,8 @@ def train(args: list[str]) -> None:
     if resume is not None:
         check_resumable(recipe, changed)
     out = resume or forms[0].out or Path("runs") / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    ran = run_recipe(changed, out=out, resume=resume is not None)
+    stop = StopRequest()
+    ran = run_recipe(changed, out=out, resume=resume is not None, stop=stop)
     if ran.policies:
         print(f"evaluate it:  safeicrl evaluate {out}")
     else:
@@ -143,6 +156,7 @@ def train(args: list[str]) -> None:
         print(f"no policy yet, {writer} writes one; go on:  safeicrl train --resume {out}")
     if ran.iterations:
         print(f"its curves:   safeicrl plot {out}")
+    return stop.exit_status
 
 
 def _asked_recipe(args: list[str]) -> tuple[list[str], Any, Path | None]:
@@ -185,7 +199,7 @@ def _named(args: list[str]) -> tuple[list[str], tuple[str, ...]]:
 # -- collect ------------------------------------------------------------------------------------------------
 
 
-def collect(args: list[str]) -> None:
+def collect(args: list[str]) -> int:
     """Collect learning histories for Safe AD, or demonstrations; the same command continues after an interrupt."""
     from safeicrl.envs.registry import env_from_plain, make_env, parse_parameters
     from safeicrl.histories.collect import collect as learn
@@ -218,13 +232,15 @@ def collect(args: list[str]) -> None:
     form.__doc__ = collect.__doc__
     asked: Any = _parse("collect", form, args)
     env = env_from_plain(asked.env, parse_parameters(asked.env_args, "--env-args"))
-    histories = run(env, asked.what, out=asked.out)
+    stop = StopRequest()
+    histories = run(env, asked.what, out=asked.out, stop=stop)
     if histories is None:
-        return
+        return stop.exit_status
     Console().print(progress_table(histories))
     if asked.minari is not None:
         dataset = export_minari(histories, asked.minari, every=asked.minari_every)
         print(f"wrote {dataset.spec.dataset_id}, {dataset.total_episodes} episodes, for Minari")
+    return 0
 
 
 # -- evaluate -----------------------------------------------------------------------------------------------
@@ -251,6 +267,8 @@ class Evaluate:
     wipe: bool = False  # forget at every episode: shows what in-context learning is worth
     fresh_episodes: int | None = None  # for an agent that adapts: played for each update; 0: those that count
     updates: int | None = None  # for an agent that adapts: the most updates in a trial
+    # a frozen list of tasks instead of those of --split and --seed; wide: tracks only, limits between training's
+    list: Literal["train", "validation", "test", "wide"] | None = None
     split: Literal["test", "train"] = "test"  # which distribution the tasks are drawn from
     seed: int = 0  # of tasks and actions; agents evaluated with the same seed meet the same tasks
     rows: int | None = None  # trials at a time; 256 by default, 32 on a CPU
@@ -261,28 +279,32 @@ class Evaluate:
 def evaluate(args: list[str]) -> None:
     """Evaluate a frozen agent on unseen tasks: the paper's protocol."""
     from safeicrl.evaluation.archive import save_results
-    from safeicrl.evaluation.tables import seeds_table, summary_table
+    from safeicrl.evaluation.tables import limits_table, seeds_table, summary_table
 
     asked = _parse("evaluate", Evaluate, args)
     contenders, results = _contenders(asked), {}
-    if asked.out is not None:
-        if asked.out.name in ("", ".."):
-            raise UserError(f"--out must name the file to write, without extension, got {str(asked.out)!r}")
-        make_folder(asked.out.parent)
+    outs = _outputs(asked.out, list(contenders))
+    unsaved: UserError | None = None
     for name, who in contenders.items():
         result = who.adapting(fresh_episodes=asked.fresh_episodes, updates=asked.updates).evaluate(
-            split=asked.split, tasks=asked.tasks, budgets=asked.budgets, budget_count=asked.budget_count,
-            budgets_per_task=asked.budgets_per_task, episodes=asked.episodes, seed=asked.seed, rows=asked.rows,
-            label=asked.label or who.label,
+            split=asked.split, task_list=asked.list, tasks=asked.tasks, budgets=asked.budgets,
+            budget_count=asked.budget_count, budgets_per_task=asked.budgets_per_task,
+            episodes=asked.episodes, seed=asked.seed, rows=asked.rows, label=asked.label or who.label,
         )  # fmt: skip
         results[name], meta = result, result.meta
         print(f"{name}: actions {meta['actions']}, context {meta['context']}, {meta['seconds']:.1f} s")
         if "adaptation" in meta:
             print(_spending(meta["adaptation"]))
-        if asked.out is not None:  # after each seed, so that an interrupt costs one seed only
-            out = asked.out if len(contenders) == 1 else _suffixed(asked.out, name.replace(" ", ""))
-            print("wrote " + " and ".join(str(path) for path in save_results(result, out)))
+        if name in outs:  # after each seed, so that an interrupt costs one seed only
+            try:
+                print("wrote " + " and ".join(str(path) for path in save_results(result, outs[name])))
+            except UserError as error:  # the table below is then all that is left of the work
+                unsaved = error
     Console().print(summary_table([result]) if len(contenders) == 1 else seeds_table(results))
+    if "limits" in result.meta and len(contenders) == 1:
+        Console().print(limits_table(result))
+    if unsaved is not None:
+        raise unsaved
 
 
 def _spending(took: dict[str, Any]) -> str:
@@ -296,10 +318,22 @@ def _spending(took: dict[str, Any]) -> str:
     )
 
 
-def _suffixed(out: Path, name: str) -> Path:
-    """results/mine → results/mine-seed0, with or without an extension."""
+def _outputs(out: Path | None, names: list[str]) -> dict[str, Path]:
+    """The file of each agent's results, without extension: results/mine; for several seeds results/mine-seed0, ...
+
+    What cannot be written is refused.
+    """
+    if out is None:
+        return {}
+    if out.name in ("", ".."):
+        raise UserError(f"--out must name the file to write, without extension, got {str(out)!r}")
     stem = out.with_suffix("") if out.suffix in (".npz", ".json") else out
-    return stem.with_name(f"{stem.name}-{name}")
+    found = {names[0]: stem}
+    if len(names) > 1:
+        found = {name: stem.with_name(f"{stem.name}-{name.replace(' ', '')}") for name in names}
+    for path in found.values():
+        check_output(path.with_name(f"{path.name}.json"))
+    return found
 
 
 def _contenders(asked: Evaluate) -> dict[str, Any]:
@@ -425,13 +459,14 @@ class Compare:
     upper: Path | None = None  # results of the reference agent that counts as 1, e.g. one that is told the task
     lower: Path | None = None  # results of the reference agent that counts as 0, e.g. one that forgets everything
     last: int = 5  # with --upper and --lower: the return of this many last episodes is compared
+    safety: bool = False  # print how often, when and by how much budgets are broken, instead of the returns
     out: Path | None = None  # figure to write, e.g. sweep.png; without --upper and --lower
 
 
 def compare(args: list[str]) -> None:
     """Compare runs with intervals; or score agents between two reference agents that met the same tasks."""
     from safeicrl.evaluation.archive import load_results
-    from safeicrl.evaluation.tables import group, relative_table, run_results, sweep_table
+    from safeicrl.evaluation.tables import group, relative_table, run_results, safety_table, sweep_table
 
     asked = _parse("compare", Compare, args)
     if not asked.files:
@@ -441,12 +476,14 @@ def compare(args: list[str]) -> None:
     if asked.upper is not None and asked.lower is not None:
         if asked.out is not None:
             raise UserError("--out draws runs with intervals: leave out --upper and --lower")
+        if asked.safety:
+            raise UserError("--safety compares agents with each other: leave out --upper and --lower")
         upper, lower = (load_results(path) for path in (asked.upper, asked.lower))
         results = [result for path in asked.files for result in run_results(path)]
         Console().print(relative_table(results, upper=upper, lower=lower, last=asked.last))
         return
     groups = group([result for path in asked.files for result in run_results(path)])
-    Console().print(sweep_table(groups))
+    Console().print(safety_table(groups) if asked.safety else sweep_table(groups))
     if asked.out is not None:
         from safeicrl.evaluation import plots
 
@@ -578,7 +615,7 @@ def list_names(args: list[str]) -> None:
         Console().print(table)
 
 
-COMMANDS: dict[str, Callable[[list[str]], None]] = {
+COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "train": train,
     "collect": collect,
     "evaluate": evaluate,

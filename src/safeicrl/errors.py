@@ -3,8 +3,17 @@
 import difflib
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
+
+# Bounds on what a card, a config or a command line may ask for, far above any use. A number beyond them is a
+# mistake: it is refused before memory is taken for it.
+MOST_STEPS = 2**31 - 1  # that are in memory together: rows · episodes · steps
+MOST_EPISODES = 2**28  # of an evaluation
+MOST_ROWS = 2**20  # side by side
+WIDEST, DEEPEST = 2**14, 2**7  # layer, number of layers
+LARGEST = 1e10  # size of a reward, cost or observation: the cube of a larger one may overflow inside a network
 
 
 class UserError(ValueError):
@@ -21,6 +30,15 @@ class Approximation(UserWarning):
 
 class BeyondTraining(UserWarning):
     """A policy is used beyond its training: it still acts, but nobody knows how well."""
+
+
+class Damaged(UserWarning):
+    """A part of a file could not be read and was left out."""
+
+
+def printable(text: str) -> str:
+    """`text` with control characters escaped, so that a name from a file cannot move a terminal's cursor."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> UserError:
@@ -46,18 +64,44 @@ def check_budget(budget: object) -> np.ndarray:
     return values
 
 
-def check_integer(name: str, value: object, minimum: int) -> int:
-    """Return `value` if it is an integer ≥ `minimum`, or say what is wrong with it."""
+def check_integer(name: str, value: object, minimum: int, maximum: int = 2**31 - 1) -> int:
+    """Return `value` if it is an integer from `minimum` to `maximum`, or say what is wrong with it."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < minimum:
-        raise UserError(f"{name} must be an integer ≥ {minimum}, got {value!r}")
+        raise UserError(f"{name} must be an integer ≥ {minimum}, got {value!r:.60}")
+    if value > maximum:
+        raise UserError(f"{name} must be at most {maximum}, got {value!r:.60}")
     return int(value)
+
+
+def is_sound(name: str, values: Any) -> Any:
+    """Whether each of an environment's numbers is usable; `name` is cost, reward or observation.
+
+    One rule for numpy arrays and JAX arrays, in training, evaluation, histories and `act`. False for nan.
+    """
+    return (values >= (0.0 if name == "cost" else -LARGEST)) & (values <= LARGEST)
+
+
+def rule_of(name: str) -> str:
+    """`is_sound` in words."""
+    return f"{name}s must be finite, {'≥ 0' if name == 'cost' else f'≥ {-LARGEST:g}'} and ≤ {LARGEST:g}"
+
+
+def check_sound(name: str, values: np.ndarray) -> np.ndarray:
+    """Return `values` if all are sound, or an error that names the first that is not and its place."""
+    sound = is_sound(name, values)
+    if not sound.all():
+        at = np.unravel_index(np.argmin(sound), sound.shape)
+        place = f" at {list(map(int, at))}" if at else ""
+        raise UserError(f"{rule_of(name)}, got {values[at]:g}{place}")
+    return values
 
 
 def check_seed(value: object, name: str = "seed") -> int:
     """Return `value` if it can seed a random key, or say what is wrong with it."""
-    if check_integer(name, value, 0) >= 2**32:  # JAX would drop the higher bits
-        raise UserError(f"{name} must be below 2³², got {value}")
-    return int(value)  # type: ignore[call-overload]
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < 2**32:
+        # JAX would drop the higher bits: two seeds would be one
+        raise UserError(f"{name} must be an integer ≥ 0 and below 2³², got {value!r}")
+    return int(value)
 
 
 def check_risk(risk: object) -> float:

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import time
+import warnings
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,8 +12,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from safeicrl.errors import UserError
-from safeicrl.files import RECIPE, atomic_write, plain, read_json, stage_folder
+from safeicrl.errors import Damaged, UserError
+from safeicrl.files import RECIPE, atomic_write, parse_json, plain, read_json, stage_folder
 
 REPORT_SECONDS = 10.0  # between progress lines where there is no terminal to draw a bar on
 COUNTS = ("iteration", "env_steps", "seconds")  # what grows through a run
@@ -25,33 +26,55 @@ class Sink(Protocol):
         """Record `values` at env step `step`."""
         ...
 
+    def sync(self) -> None:
+        """Have everything on the disk: a checkpoint that counts on it follows."""
+        ...
+
     def close(self) -> None:
         """Write what is left and let go of the file."""
         ...
 
 
 class JsonLines:
-    """One JSON object per line, on the disk before the next iteration starts."""
+    """One JSON object per line, handed to the system before the next iteration starts."""
 
-    def __init__(self, path: Path, *, keep_until: int = 0) -> None:
-        # A resumed run repeats what came after its checkpoint. Those lines are dropped, so that the log reads as if
-        # the run had not been interrupted.
-        kept = [line for line in read_metrics(path) if line["iteration"] <= keep_until]
+    def __init__(self, path: Path, *, keep_until: int = 0, evaluated: int = 0) -> None:
+        """Continue the log at `path` after iteration `keep_until`, whose evaluation counts if it is `evaluated`.
+
+        A resumed run repeats what came after its checkpoint. Those lines are dropped, so that the log reads as if
+        the run had not been interrupted.
+        """
+        kept = [line for line in read_metrics(path) if _counts(line, keep_until, evaluated)]
         atomic_write(path, [(json.dumps(line) + "\n").encode() for line in kept])
         self.path = path
-        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (lives as long as the run)
+        self.file = open(path, "ab", buffering=0)  # noqa: SIM115 (lives as long as the run)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Append one line."""
+        rest = (json.dumps(plain(values)) + "\n").encode()
         try:
-            self.file.write(json.dumps(plain(values)) + "\n")
-            self.file.flush()
+            while rest:
+                rest = rest[self.file.write(rest) :]
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {os.strerror(error.errno or 0)}") from None
+
+    def sync(self) -> None:
+        """Flush to the disk."""
+        try:
+            os.fsync(self.file.fileno())
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {os.strerror(error.errno or 0)}") from None
 
     def close(self) -> None:
         """Close the file."""
         self.file.close()
+
+
+def _counts(line: dict[str, Any], keep_until: int, evaluated: int) -> bool:
+    """Whether a line is from before the checkpoint at iteration `keep_until`."""
+    if line["iteration"] == keep_until and any(name.startswith("eval/") for name in line):
+        return evaluated == keep_until
+    return line["iteration"] <= keep_until
 
 
 class TensorBoard:
@@ -65,6 +88,10 @@ class TensorBoard:
         """Add each number under its name."""
         for name, value in _scalars(values).items():
             self.writer.add_scalar(name, value, step)
+
+    def sync(self) -> None:
+        """Flush to the disk."""
+        self.writer.flush()
 
     def close(self) -> None:
         """Flush to the disk."""
@@ -82,28 +109,43 @@ class WandB:
         """Log one step."""
         self.run.log(_scalars(values), step=step)
 
+    def sync(self) -> None:
+        """Nothing: the service keeps its own files."""
+
     def close(self) -> None:
         """Finish the run."""
         self.run.finish()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; a last line cut short by a kill is left out."""
-    lines = []
+    """The lines of a metrics.jsonl. Damaged ones are left out with a warning, a last one cut by a kill without."""
     try:
-        text = path.read_text(encoding="utf-8")
+        *whole, rest = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    except (OSError, UnicodeDecodeError):
-        raise UserError(f"{path} is no metrics file") from None
-    for line in text.splitlines():
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    if not all(isinstance(line, dict) and "iteration" in line for line in lines):
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    read = [_parse(text) for text in whole]
+    damaged = [number for number, line in enumerate(read, 1) if line is None]
+    lines = [line for line in [*read, _parse(rest)] if line is not None]
+    if damaged and not lines:
         raise UserError(f"{path} is no metrics file")
+    if damaged:
+        which = f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines, the first is {damaged[0]}"
+        warnings.warn(f"{path} is damaged: left out {which}", Damaged, stacklevel=2)
     return lines
+
+
+def _parse(text: bytes) -> dict[str, Any] | None:
+    """One line of a metrics file; None if it is not one."""
+    try:
+        line = parse_json(text)
+    except ValueError:
+        return None
+    number = lambda value: isinstance(value, int | float) and not isinstance(value, bool)  # noqa: E731
+    if not isinstance(line, dict) or type(line.get("iteration")) is not int:
+        return None
+    return line if all(number(line.get(name, 0)) for name in COUNTS) else None
 
 
 def read_run(folder: Path) -> list[dict[str, Any]]:
@@ -111,10 +153,15 @@ def read_run(folder: Path) -> list[dict[str, Any]]:
     if not (folder / RECIPE).exists():
         return read_metrics(folder / "metrics.jsonl")
     joined: list[dict[str, Any]] = []
-    for number, stage in enumerate(read_json(folder / RECIPE, "training run")["stages"], 1):
-        before = joined[-1] if joined else dict.fromkeys(COUNTS, 0)
-        for line in read_metrics(folder / stage_folder(number, stage["name"]) / "metrics.jsonl"):
-            joined.append({**line, **{name: before[name] + line[name] for name in COUNTS}})
+    try:
+        names = [stage["name"] for stage in read_json(folder / RECIPE, "training run")["stages"]]
+        folders = [folder / stage_folder(number, name) for number, name in enumerate(names, 1)]
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{folder / RECIPE} is not a training run: {error!r}") from None
+    for stage in folders:
+        before = joined[-1] if joined else {}
+        for line in read_metrics(stage / "metrics.jsonl"):
+            joined.append({**line, **{name: before.get(name, 0) + line.get(name, 0) for name in COUNTS}})
     return joined
 
 

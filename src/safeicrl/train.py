@@ -23,14 +23,16 @@ from rich.console import Console
 from safeicrl.agents.api import with_options
 from safeicrl.algos.api import METRICS, Algorithm
 from safeicrl.algos.registry import algo_name
+from safeicrl.config import from_plain
 from safeicrl.envs.api import Env, PyTree
+from safeicrl.envs.faults import NO_FAULT, NONE, refuse_fault
 from safeicrl.envs.mujoco import physics
 from safeicrl.envs.registry import env_to_plain
-from safeicrl.errors import UserError, check_integer, check_number
-from safeicrl.evaluation.evaluate import evaluate
+from safeicrl.errors import UserError, check_integer, check_number, check_seed
+from safeicrl.evaluation.evaluate import check_size, evaluate
 from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.statistics import Summary, rank, summarise
-from safeicrl.files import read_json, write_json
+from safeicrl.files import owned, read_json, write_json
 from safeicrl.log import JsonLines, Sink, TensorBoard, Terminal, WandB
 from safeicrl.policies import checkpoint
 from safeicrl.policies.cards import read_card, save_policy
@@ -38,7 +40,10 @@ from safeicrl.policies.catalogue import find_policy, load_agent
 from safeicrl.provenance import surroundings
 from safeicrl.signals import StopRequest
 
+CHECKPOINT = "checkpoint.safetensors"
 FAILURES = 3  # non-finite iterations in a row after which a run gives up
+
+Step = Callable[[PyTree], tuple[PyTree, dict[str, np.ndarray]]]  # state → state, metrics [chunk, seed, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +66,7 @@ class EvalConfig:
         if self.rows is not None:
             check_integer("evaluation rows", self.rows, 1)
         check_integer("evaluation segments", self.segments, 1)
-        check_integer("evaluation seed", self.seed, 0)
+        check_seed(self.seed, "evaluation seed")
         check_number("evaluation tolerance", self.tolerance, 0.0)
         if self.episodes is not None:
             check_integer("evaluation episodes", self.episodes, 1)
@@ -91,8 +96,9 @@ class TrainConfig:
             check_integer("iterations", self.iterations, 1)
         if self.minutes is not None:
             check_number("minutes", self.minutes, 0.0, strict=True)
-        check_integer("seed", self.seed, 0)
-        check_integer("seeds", self.seeds, 1)
+        check_integer("seeds", self.seeds, 1, 2**12)
+        check_seed(self.seed)
+        check_seed(self.seed + self.seeds - 1, "the last of the seeds")
         check_integer("chunk", self.chunk, 1)
         check_number("checkpoint_minutes", self.checkpoint_minutes, 0.0)
         for name, value in (("iterations", self.iterations), ("evaluation every", self.evaluation.every)):
@@ -110,6 +116,7 @@ class Status:
     pace: float = 0.0  # seconds of the last chunk
     failures: list[int] = field(default_factory=list)  # [seed] non-finite iterations in a row
     best: list[dict[str, Any] | None] = field(default_factory=list)  # [seed] iteration, summary
+    evaluated: int = -1  # iteration of the last evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +126,7 @@ class Trained:
     folder: Path
     state: PyTree  # the final train state, stacked on axis 0 when there are several seeds
     status: Status
-    results: list[Results]  # [seed] the last evaluation
+    results: list[Results]  # [seed] the last evaluation; empty when there was none since the run was resumed
     policies: list[Path]  # [seed] the best policy; empty when stopped before the first evaluation
     finished: bool  # it reached its limit; False when it was stopped on request
 
@@ -135,10 +142,15 @@ def train(
     out: str | Path,
     resume: bool = False,
     console: Console | None = None,
+    stop: StopRequest | None = None,
 ) -> Trained:
-    """Train in the folder `out`; `resume` continues the run that is there."""
+    """Train in the folder `out`; `resume` continues the run that is there; a signal to `stop` ends it early."""
     folder, config = Path(out), _with_limit(algorithm, config)
-    with Terminal(console) as terminal, StopRequest() as stop:
+    options = config.evaluation
+    check_size(algorithm.env, tasks=options.tasks, episodes=options.episodes, rows=options.rows)
+    if resume and not folder.is_dir():
+        raise UserError(f"no checkpoint at {folder / CHECKPOINT}")
+    with owned(folder), Terminal(console) as terminal, stop or StopRequest() as stop:
         template = eqx.filter_eval_shape(_init, algorithm, config.seed, config.seeds)
         state, status = _begin(algorithm, config, folder, template, resume)
         started = time.perf_counter() - status.seconds
@@ -146,29 +158,12 @@ def train(
             terminal.say(f"{folder} {_limit_reached(config, status)}")
         step = None if over else _compile(algorithm, config, template, terminal)
         sinks = _sinks(algorithm, config, folder, status)
-        saved, results, last_evaluated = time.perf_counter(), [], -1
+        run = _Run(
+            algorithm=algorithm, config=config, folder=folder, status=status, started=started, sinks=sinks,
+            terminal=terminal, stop=stop,
+        )  # fmt: skip
         try:
-            while not (stop.requested or _finished(config, status, started)):
-                begin, physics_begin = time.perf_counter(), physics.seconds()
-                assert step is not None
-                state, values = step(state)
-                status.pace = time.perf_counter() - begin
-                status.seconds = time.perf_counter() - started
-                values = _account(values, status, config, physics.seconds() - physics_begin)
-                _log(values, status, config, sinks, terminal)
-                if config.evaluation.every and status.iteration % config.evaluation.every == 0:
-                    results = _evaluate(algorithm, config, folder, state, status, sinks, terminal)
-                    last_evaluated = status.iteration
-                broken = max(status.failures) >= FAILURES
-                if broken or time.perf_counter() - saved >= 60 * config.checkpoint_minutes:
-                    _save(folder, state, status, config)
-                    saved = time.perf_counter()
-                if broken:
-                    raise UserError(_give_up(status, folder))
-            status.seconds = time.perf_counter() - started
-            if last_evaluated != status.iteration and not stop.requested:
-                results = _evaluate(algorithm, config, folder, state, status, sinks, terminal)
-            _save(folder, state, status, config)
+            state, results = run.go(step, state)
         finally:
             for sink in sinks:
                 sink.close()
@@ -179,6 +174,70 @@ def train(
         folder=folder, state=state, status=status, results=results, policies=policies,
         finished=not stop.requested,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """A run under way."""
+
+    algorithm: Algorithm
+    config: TrainConfig
+    folder: Path
+    status: Status
+    started: float  # on the clock of `time.perf_counter`, as if the run had never been interrupted
+    sinks: list[Sink]
+    terminal: Terminal
+    stop: StopRequest
+
+    def go(self, step: Step | None, state: PyTree) -> tuple[PyTree, list[Results]]:
+        """Chunk after chunk to the end of the run; returns the last state and evaluation.
+
+        `step` is None where the run has ended already.
+        """
+        config, status, saved = self.config, self.status, time.perf_counter()
+        results: list[Results] = []
+        while not (self.stop.requested or _finished(config, status, self.started)):
+            assert step is not None
+            state, faults = self.chunk(step, state)
+            if config.evaluation.every and status.iteration % config.evaluation.every == 0:
+                results = self.evaluate(state)
+            broken = max(status.failures) >= FAILURES or (faults[..., 0] != NONE).any()
+            if broken or time.perf_counter() - saved >= 60 * config.checkpoint_minutes:
+                self.save(state)
+                saved = time.perf_counter()
+            _refuse_faults(faults, status, config, self.algorithm.env)
+            if broken:
+                raise UserError(_give_up(status, self.folder))
+        status.seconds = time.perf_counter() - self.started
+        self.save(state)  # before the evaluation, which may fail
+        if status.evaluated != status.iteration and not self.stop.requested:
+            results = self.evaluate(state)
+            self.save(state)
+        return state, results
+
+    def chunk(self, step: Step, state: PyTree) -> tuple[PyTree, np.ndarray]:
+        """One call of the jitted program, logged; the new state, and the environment's faults, [chunk, seed, 5]."""
+        begin, physics_begin = time.perf_counter(), physics.seconds()
+        state, values = step(state)
+        self.status.pace = time.perf_counter() - begin
+        self.status.seconds = time.perf_counter() - self.started
+        faults = values.pop("fault")
+        values = _account(values, self.status, self.config, physics.seconds() - physics_begin)
+        _log(values, self.status, self.config, self.sinks, self.terminal)
+        return state, faults
+
+    def evaluate(self, state: PyTree) -> list[Results]:
+        """Evaluate every seed, and keep its best policy."""
+        found = _evaluate(self.algorithm, self.config, self.folder, state, self.status, self.sinks, self.terminal)
+        self.status.evaluated = self.status.iteration
+        return found
+
+    def save(self, state: PyTree) -> None:
+        """Write a checkpoint, after the log that it counts on."""
+        for sink in self.sinks:
+            sink.sync()
+        meta = {"status": dataclasses.asdict(self.status), "train": dataclasses.asdict(self.config)}
+        checkpoint.save(self.folder / CHECKPOINT, state, kind="checkpoint", meta=meta)
 
 
 def _with_limit(algorithm: Algorithm, config: TrainConfig) -> TrainConfig:
@@ -200,11 +259,11 @@ def _seeds(config: TrainConfig) -> range:
 
 def _init(algorithm: Algorithm, seed: int, seeds: int) -> PyTree:
     """The first train state; several are stacked on axis 0, each the same as when it trains alone."""
-    state = (
-        algorithm.init(jax.random.key(seed))
-        if seeds == 1
-        else eqx.filter_vmap(algorithm.init)(jax.vmap(jax.random.key)(jnp.arange(seed, seed + seeds)))
-    )
+    if seeds == 1:
+        state = algorithm.init(jax.random.key(seed))
+    else:
+        each = np.arange(seed, seed + seeds, dtype=np.uint32)  # int32 would wrap
+        state = eqx.filter_vmap(algorithm.init)(jax.vmap(jax.random.key)(each))
 
     def strong(leaf: Any) -> Any:
         """Without JAX's weak types, which a checkpoint does not keep: they would change the compiled program."""
@@ -221,10 +280,10 @@ def _select(state: PyTree, index: int, seeds: int) -> PyTree:
 def _begin(
     algorithm: Algorithm, config: TrainConfig, folder: Path, template: PyTree, resume: bool
 ) -> tuple[PyTree, Status]:
-    path = folder / "checkpoint.safetensors"
+    path = folder / CHECKPOINT
     if resume:
         state, meta = checkpoint.load(path, template, kind="checkpoint")
-        return state, Status(**meta["status"])
+        return state, from_plain(Status, meta.get("status"), f"the status in {path}")
     if path.exists():
         raise UserError(f"{folder} holds a run already: resume it or choose another folder")
     begin = None if config.start is None else _beginning(algorithm, config.start)
@@ -238,7 +297,7 @@ def _begin(
 
 def _beginning(algorithm: Algorithm, start: str) -> Callable[[PyTree, int], PyTree]:
     """What puts the networks of `start`, a run or a policy, into a first state; refused here if they do not fit."""
-    checkpointed = Path(start) / "checkpoint.safetensors"
+    checkpointed = Path(start) / CHECKPOINT
     if checkpointed.exists():
         _check_start(algorithm, Path(start))
         return lambda state, _: _start(algorithm, state, checkpointed)
@@ -302,18 +361,11 @@ def describe(env: Env, algo: Any, train: TrainConfig) -> dict[str, Any]:
     }
 
 
-def _save(folder: Path, state: PyTree, status: Status, config: TrainConfig) -> None:
-    meta = {"status": dataclasses.asdict(status), "train": dataclasses.asdict(config)}
-    checkpoint.save(folder / "checkpoint.safetensors", state, kind="checkpoint", meta=meta)
-
-
 # -- the jitted program -------------------------------------------------------------------------------------
 
 
-def _compile(
-    algorithm: Algorithm, config: TrainConfig, template: PyTree, terminal: Terminal
-) -> Callable[[PyTree], tuple[PyTree, dict[str, np.ndarray]]]:
-    """A function state → state, metrics [chunk, seed, ...]; it reuses the memory of the state it is given."""
+def _compile(algorithm: Algorithm, config: TrainConfig, template: PyTree, terminal: Terminal) -> Step:
+    """The jitted program; it reuses the memory of the state it is given."""
     is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)  # noqa: E731
     shapes, static = eqx.partition(template, is_shape)
     data, rest = eqx.partition(algorithm, eqx.is_array)  # a data set is an argument, not a constant of the program
@@ -345,23 +397,28 @@ def _compile(
 
 
 def _guarded(algorithm: Algorithm, state: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
-    """One update, undone when anything in it is not finite: only the random key moves on.
+    """One update, undone when anything in it is not finite or the environment broke its contract (envs/faults.py).
+
+    Only the random key moves on.
 
     This is inside the jitted program, so the old state needs no copy on the host and each seed is judged by itself.
     """
     new, metrics = algorithm.update(state)
     required = getattr(algorithm, "metrics", METRICS)
-    missing = [name for name in required if name not in metrics]
+    needed = (*required, "fault") if required is METRICS else required
+    missing = [name for name in needed if name not in metrics]
     if missing:
         raise TypeError(f"{type(algorithm).__name__}.update reports no {missing[0]!r}")
     checked = [x for name, x in metrics.items() if name in required or "loss" in name or "grad" in name]
     floats = [x for x in jax.tree.leaves((new, checked)) if eqx.is_inexact_array(x)]
     finite = jnp.stack([jnp.isfinite(x).all() for x in floats]).all()
+    fault = jnp.asarray(metrics.get("fault", NO_FAULT))
+    finite &= fault[0] == NONE  # nothing is learned from a negative cost either
     # A branch is a copy; a select would be one more kernel to compile for every array of the state.
     arrays, static = eqx.partition(new, eqx.is_array)
     kept = jax.lax.cond(finite, lambda: arrays, lambda: eqx.filter(state, eqx.is_array))
     kept = eqx.tree_at(lambda s: s.key, eqx.combine(kept, static), new.key)
-    return kept, {**metrics, "rolled_back": ~finite}
+    return kept, {**metrics, "rolled_back": ~finite, "fault": fault}
 
 
 # -- between chunks -----------------------------------------------------------------------------------------
@@ -477,15 +534,24 @@ def _short(number: float) -> str:
     return f"{number:.3g}"
 
 
+def _refuse_faults(faults: np.ndarray, status: Status, config: TrainConfig, env: Env) -> None:
+    """Raise if the environment broke its contract in the chunk that ended; `faults` is [chunk, seed, 5]."""
+    for late, each in enumerate(faults):
+        for seed, fault in zip(_seeds(config), each, strict=True):
+            where = [f"iteration {status.iteration - config.chunk + late + 1}, seed {seed}"]
+            refuse_fault(fault, env_to_plain(env)["name"], where)
+
+
 def _give_up(status: Status, folder: Path) -> str:
     return (
         f"{FAILURES} iterations in a row were not finite, up to iteration {status.iteration}; they were rolled "
-        f"back and {folder / 'checkpoint.safetensors'} is sound: try a smaller learning rate"
+        f"back and {folder / CHECKPOINT} is sound: try a smaller learning rate"
     )
 
 
 def _sinks(algorithm: Algorithm, config: TrainConfig, folder: Path, status: Status) -> list[Sink]:
-    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", keep_until=status.iteration)]
+    log = JsonLines(folder / "metrics.jsonl", keep_until=status.iteration, evaluated=status.evaluated)
+    sinks: list[Sink] = [log]
     if config.tensorboard:
         sinks.append(TensorBoard(folder / "tensorboard"))
     if config.wandb is not None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from safeicrl.agents.api import Agent
 from safeicrl.envs.api import Env, Key, PyTree, Split, record, replace
+from safeicrl.envs.faults import find_fault
 from safeicrl.tokens import Token, first_token, next_token, usable_budget
 
 
@@ -51,6 +52,15 @@ class Trials:
         """Steps to learn from: all valid ones, except a cut row's last step, whose future is unknown."""
         last = jnp.arange(self.valid.shape[-1]) == self.valid.shape[-1] - 1
         return self.valid & (self.trial_done | ~last)
+
+
+def first_fault(trials: Trials) -> jax.Array:
+    """The first number of the environment that breaks its contract, as `envs.faults.find_fault` gives it."""
+    token = trials.token
+    return find_fault(
+        cost=trials.cost, reward=trials.reward, observation=trials.final_observation, first=token.observation,
+        start=token.start, valid=trials.valid, episode=token.episode, time=token.time,
+    )  # fmt: skip
 
 
 def _running_sum(values: jax.Array, start: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ from safeicrl.envs.api import Env, Key, PyTree
 # Every update reports these, unless the algorithm has its own list in an attribute `metrics`, with "env_steps" in
 # it (Safe AD plays no episodes while it learns). `train` logs them by these names. It refuses an iteration in which
 # one of them, or any metric with "loss" or "grad" in its name, is not finite. Other metrics may be nan.
+# An algorithm that plays also reports "fault", from `trial.first_fault`. `train` undoes that iteration and raises.
 METRICS = ("env_steps", "return", "cost", "budget", "over_budget", "lambda")
 
 
@@ -42,7 +43,8 @@ class Algorithm(Protocol):
         """One iteration: collect trials, learn. Metrics are scalars or small vectors, `METRICS` among them.
 
         "env_steps" counts the steps this iteration learned from, played or read; "return", "cost" and "budget" are
-        means over episodes; "over_budget" is the share of episodes over their budget.
+        means over episodes; "over_budget" is the share of episodes over their budget; "fault" is what
+        `trial.first_fault` says about the trials.
         """
         ...
 

@@ -36,12 +36,12 @@ ALGOS: dict[str, Entry] = {
     "maml-penalty": Entry(
         algorithm="safeicrl.algos.maml_penalty:MamlPenalty",
         config="safeicrl.algos.maml_penalty:MamlPenaltyConfig",
-        summary="Adapts by gradient steps on reward minus weighted cost, whatever the budget.",
+        summary="Adapts by gradient steps on reward minus weighted cost.",
     ),
     "safe-meta": Entry(
         algorithm="safeicrl.algos.safe_meta:SafeMeta",
         config="safeicrl.algos.safe_meta:SafeMetaConfig",
-        summary="Adapts by solving a constrained problem for each task and budget.",
+        summary="Adapts by solving a constrained problem for each task.",
     ),
 }
 

@@ -16,14 +16,14 @@ from safeicrl.agents.api import Agent
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.budgets import budget_edges, is_over
 from safeicrl.envs.api import Env, Key, PyTree, record, replace
-from safeicrl.errors import UserError, check_integer, check_number, check_risk
+from safeicrl.errors import MOST_STEPS, UserError, check_integer, check_number, check_risk
 from safeicrl.nets.attention import MAX_TRIALS
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers.ddpg import DDPG, DDPGConfig
 from safeicrl.optimisers.ppo import PPO, PPOConfig
 from safeicrl.penalty import PenaltyConfig, over_by_bin, update_multiplier
-from safeicrl.trial import Episodes, Trials, episode_sums, run_trials, sample_queue
+from safeicrl.trial import Episodes, Trials, episode_sums, first_fault, run_trials, sample_queue
 
 OVERTIME = 3  # times as many episodes as a usual trial
 
@@ -91,6 +91,7 @@ class Scared:
         self.usual = config.episodes or env.spec.episodes  # episodes of a trial ...
         self.episodes = self.usual * (OVERTIME if config.overtime else 1)  # ... and of the longest one
         self.steps = config.steps or self.usual * env.spec.max_steps
+        check_integer("rows · steps", config.rows * self.steps, 1, MOST_STEPS)
         self.edges = budget_edges(*env.spec.test_budget)  # the report's; the outer bins take budgets beyond them
         self.optimiser = self._optimiser()
 
@@ -156,6 +157,7 @@ class Scared:
             "env_steps": trials.valid.sum(),
             "lambda": multiplier.max(),
             "over_budget_by_bin": over_by_bin(fresh, self.edges),
+            "fault": first_fault(trials),
         }
         state = ScaredState(optimiser=optimiser, multiplier=multiplier, iteration=state.iteration + 1, key=key)
         return state, metrics

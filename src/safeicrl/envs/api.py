@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, TypeVar, dataclass_transform
 import jax
 
 from safeicrl.envs.spaces import Box, Discrete, Grid
-from safeicrl.errors import UserError
+from safeicrl.errors import UserError, check_integer
 
 Key = jax.Array
 PyTree = Any
@@ -50,6 +50,9 @@ class EnvSpec:
     cost_unit: float  # every step cost is a multiple of it; 0 when costs are real-valued
     task_features: int  # length of `Env.task_features(task)`
     max_cost: float = math.inf  # largest cost of one step; a guard needs one that is finite
+
+    def __post_init__(self) -> None:
+        check_integer("steps of an episode · episodes of a trial", self.max_steps * self.episodes, 1)
 
     @property
     def trial_steps(self) -> int:

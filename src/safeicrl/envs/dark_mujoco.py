@@ -60,9 +60,9 @@ class SafeDarkMujoco:
     engine: str = "auto"  # of the physics, see physics.py
 
     def __post_init__(self) -> None:
-        check_integer("macro_steps", self.macro_steps, 1)
+        check_integer("macro_steps", self.macro_steps, 1, 10_000)
         check_integer("hazards", self.hazards, 0)
-        check_integer("cells", self.cells, 5)
+        check_integer("cells", self.cells, 5, 1000)
         check_integer("max_steps", self.max_steps, 1)
         check_integer("episodes", self.episodes, 1)
         check_range("train_budget", self.train_budget)

@@ -35,6 +35,9 @@ class RoomState:
     time: jax.Array  # [] int32, steps taken in this episode
 
 
+MOST_CELLS = 256  # along a side
+
+
 @dataclass(frozen=True)
 class SafeDarkRoom:
     """A dark grid with a hidden goal and obstacles; the paper's numbers are the defaults."""
@@ -48,7 +51,7 @@ class SafeDarkRoom:
     test_budget: tuple[float, float] = (1.0, 10.0)  # range of δ in evaluation
 
     def __post_init__(self) -> None:
-        check_integer("size", self.size, 2)
+        check_integer("size", self.size, 2, MOST_CELLS)
         check_integer("obstacles", self.obstacles, 0)
         check_integer("max_steps", self.max_steps, 1)
         check_integer("episodes", self.episodes, 1)

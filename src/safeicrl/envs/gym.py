@@ -37,7 +37,7 @@ from safeicrl.envs.mujoco.physics import RobotState
 from safeicrl.envs.registry import WORLDS, make_env, name_of, parameters_of
 from safeicrl.envs.safe_velocity import SafeVelocity, SpeedLimit
 from safeicrl.envs.spaces import Box, Discrete, Grid
-from safeicrl.errors import UnknownParameter, UserError, unknown_name
+from safeicrl.errors import UnknownParameter, UserError, check_integer, unknown_name
 
 
 class Face:
@@ -260,7 +260,9 @@ class GymEnv(gymnasium.Env):
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple:
         """Start an episode; the module's docstring says when it also starts a new task."""
         refuse_fork()
-        super().reset(seed=seed)
+        if options is not None and not isinstance(options, Mapping):
+            raise UserError(f"options of a reset must be a dict, got {options!r:.60}")
+        super().reset(seed=None if seed is None else check_integer("seed", seed, 0, 2**63 - 1))
         options = dict(options or {})
         layout, new_task = options.pop("task", None), options.pop("new_task", False)
         for name in options:

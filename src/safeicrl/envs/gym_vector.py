@@ -3,7 +3,7 @@
     envs = gymnasium.make_vec("safeicrl/SafeDarkRoom-v0", num_envs=256)       # or autoreset_mode="SameStep"
 
 Everything is as in Gymnasium's own `SyncVectorEnv` of the same environments and seeds, in all its autoreset modes,
-and hundreds of times faster. As with single environments, an autoreset never changes a task.
+and many times faster. As with single environments, an autoreset never changes a task.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -5,13 +5,13 @@ the worlds needs neither JAX nor MuJoCo.
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from safeicrl.config import from_plain, load_object
 from safeicrl.errors import UserError, unknown_name
+from safeicrl.files import parse_json
 from safeicrl.plugins import HINT, load_entry_points
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def parse_parameters(pairs: Iterable[str], what: str) -> dict[str, Any]:
         if not equals:
             raise UserError(f"{what} takes name=value pairs, got {text!r}")
         try:
-            parsed = json.loads(value)
+            parsed = parse_json(value)
         except ValueError:
             parsed = value
         parameters[name] = tuple(parsed) if isinstance(parsed, list) else parsed

@@ -17,6 +17,14 @@ import numpy as np
 from safeicrl.errors import UserError
 
 
+def _as_array(value: object) -> np.ndarray:
+    """What a user gave as an array; of no numbers, if it is none."""
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError, OverflowError):
+        return np.array(None)
+
+
 @dataclass(frozen=True)
 class Discrete:
     """One of `n` actions, 0 … n−1."""
@@ -58,7 +66,7 @@ class Discrete:
 
     def check_action(self, action: object, real: type = np.float32) -> np.ndarray:
         """A user's action as an array, or an error that says what an action is; nothing in it is `real`."""
-        value = np.asarray(action)
+        value = _as_array(action)
         if value.shape != () or value.dtype.kind not in "iu" or not 0 <= value < self.n:
             raise UserError(f"action must be an integer from 0 to {self.n - 1}, got {action!r}")
         return value.astype(np.int32)
@@ -168,7 +176,7 @@ class Box:
 
     def check_action(self, action: object, real: type = np.float32) -> np.ndarray:
         """A user's action as an array of `real` numbers, or an error that says what an action is."""
-        value = np.asarray(action)
+        value = _as_array(action)
         if value.shape != self.shape or value.dtype.kind not in "iuf":
             raise UserError(f"action must be {self.size} real numbers, got {action!r}")
         if not np.all((value >= self.low) & (value <= self.high)):  # false for NaN as well

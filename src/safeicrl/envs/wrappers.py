@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, Split, Step, check_split
 from safeicrl.envs.registry import make_env, parse_parameters
 from safeicrl.envs.spaces import Box
-from safeicrl.errors import UserError, check_integer, check_number
+from safeicrl.errors import UserError, check_number, check_seed
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Wrapped:
     def __post_init__(self) -> None:
         if isinstance(self.inner, Wrapped):  # `inner` also refuses an unknown name or parameter
             raise UserError(f"{self.what} must be made from another environment, not from {self.name}")
+        if hasattr(self.inner, "restart"):
+            raise UserError(f"{self.what} must be made from an environment in JAX; {self.name} is one of Gymnasium")
 
     @property
     def what(self) -> str:
@@ -69,7 +71,7 @@ class FixedTask(Wrapped):
     limit: float = 5.0  # on an episode's cost
 
     def __post_init__(self) -> None:
-        check_integer("task_seed", self.task_seed, 0)
+        check_seed(self.task_seed, "task_seed")
         check_number("limit", self.limit, 0.0)
         check_split(self.split)
         super().__post_init__()

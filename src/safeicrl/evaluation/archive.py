@@ -1,16 +1,17 @@
 """Results on disk: npz for the numbers, JSON for where they came from and their summary. No jax."""
 
 import dataclasses
+import hashlib
 import io
-import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from safeicrl.errors import UserError
+from safeicrl.errors import UserError, check_integer, check_range
 from safeicrl.evaluation.results import ARRAYS, Results
 from safeicrl.evaluation.statistics import summarise
-from safeicrl.files import atomic_write, read_json, write_json
+from safeicrl.files import atomic_write, read_json, read_npz, write_json
 
 
 def save_results(results: Results, path: str | Path) -> tuple[Path, Path]:
@@ -19,8 +20,10 @@ def save_results(results: Results, path: str | Path) -> tuple[Path, Path]:
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **{name: getattr(results, name) for name in ARRAYS})
     arrays, card = Path(f"{stem}.npz"), Path(f"{stem}.json")
+    about = {"meta": results.meta, "summary": dataclasses.asdict(summarise(results))}
     atomic_write(arrays, [buffer.getbuffer()])
-    write_json(card, {"meta": results.meta, "summary": dataclasses.asdict(summarise(results))})
+    # a kill in between leaves the new numbers beside the old provenance: the digest tells
+    write_json(card, {**about, "sha256": hashlib.sha256(buffer.getbuffer()).hexdigest()})
     return arrays, card
 
 
@@ -37,18 +40,35 @@ def load_results(path: str | Path) -> Results:
     if not isinstance(saved, dict) or not isinstance(saved.get("meta"), dict):
         raise UserError(f"{card} is not a results file: it has no group 'meta'")
     try:
-        with np.load(arrays, allow_pickle=False) as file:
-            values = {name: file[name] for name in ARRAYS}
+        if "sha256" in saved and saved["sha256"] != hashlib.sha256(arrays.read_bytes()).hexdigest():
+            raise ValueError(f"it is damaged, or of another evaluation than {card.name} beside it")
+        values = read_npz(arrays, ARRAYS)
         shape = values["returns"].shape
-        right = values["costs"].shape == values["lengths"].shape == shape == (len(values["budgets"]), shape[1])
-        results = Results(meta=saved["meta"], **values)
-        if not right:
+        if any(value.dtype.kind not in "fiu" for value in values.values()):
+            raise ValueError("its arrays must be made of numbers")
+        if len(shape) != 2 or 0 in shape or values["budgets"].shape != shape[:1]:
             raise ValueError("its arrays do not fit together")
+        if not values["costs"].shape == values["lengths"].shape == shape:
+            raise ValueError("its arrays do not fit together")
+        _check_meta(saved["meta"])
+        results = Results(meta=saved["meta"], **values)
         if results.budgets_per_task < 1 or shape[0] % results.budgets_per_task:
             raise ValueError(f"{shape[0]} trials cannot be tasks with {results.budgets_per_task} budgets each")
         return results
-    except (OSError, ValueError, KeyError, IndexError, TypeError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{arrays} is not a results file: {str(error).partition(chr(10))[0]}") from None
+
+
+def _check_meta(meta: dict[str, Any]) -> None:
+    """Raise unless what tables and figures read of a result's provenance is of the right type."""
+    if meta.get("budget_range") is not None:
+        check_range("budget_range", tuple(meta["budget_range"]))
+    check_integer("budgets_per_task", meta.get("budgets_per_task", 1), 1)
+    env = meta.get("env", {})
+    if not isinstance(env, dict) or not isinstance(env.get("parameters", {}), dict):
+        raise ValueError(f"its environment must be an object, got {env!r:.60}")
+    if env.get("name") == "revealed" and "name" not in env.get("parameters", {}):
+        raise ValueError("its environment is revealed, but of which one is missing")
 
 
 def results_equal(a: Results, b: Results) -> bool:

@@ -10,12 +10,14 @@ import numpy as np
 
 from safeicrl.agents.api import Agent, adapts
 from safeicrl.envs.api import Env, Key, PyTree, Split, check_split
+from safeicrl.envs.faults import first_of, refuse_fault
 from safeicrl.envs.registry import env_to_plain
-from safeicrl.errors import UserError, check_budget, check_integer, check_seed
+from safeicrl.errors import MOST_EPISODES, MOST_STEPS, UserError, check_budget, check_integer, check_seed
 from safeicrl.evaluation.results import Results
+from safeicrl.evaluation.task_lists import evaluation_keys, load_list, sample_tasks
 from safeicrl.optimisers.meta import Spent
 from safeicrl.provenance import surroundings
-from safeicrl.trial import Episodes, episode_sums, run_trials
+from safeicrl.trial import Episodes, episode_sums, first_fault, run_trials
 
 SEGMENT = 32  # steps; a shorter segment of a trial saves less time than its compilation takes
 
@@ -31,6 +33,7 @@ def evaluate(
     episodes: int | None = None,
     seed: int = 0,
     split: Split = "test",
+    task_list: str | None = None,
     rows: int | None = None,
     segments: int = 8,
     label: str = "agent",
@@ -43,38 +46,45 @@ def evaluate(
     budgets spread over the range. Small and large budgets are then compared on the same tasks; otherwise
     differences between tasks can hide what a budget is worth.
 
+    `task_list` takes the first `tasks` tasks of a frozen list of the world (train, validation, test; for the tracks
+    also wide) in place of those of `split` and `seed`.
+
     `episodes` is the environment's K by default. Tasks and budgets depend on `seed` alone, so two agents meet the
     same tasks. At most `rows` trials run at a time (by default 256, on a CPU 32), which bounds the memory. All
     these chunks share one compilation, and each ends with its longest trial. `segments` is that of `run_trials`,
     for agents whose memory grows; a short trial has fewer.
     """
-    check_integer("tasks", tasks, 1)
-    trials = tasks * check_integer("budgets_per_task", budgets_per_task, 1)
-    default = 32 if jax.default_backend() == "cpu" else 256
-    rows = check_integer("rows", default if rows is None else rows, 1)
+    frozen = None if task_list is None else load_list(env, task_list)
+    if frozen is not None:
+        tasks, split = min(tasks, frozen.count), frozen.split
+    episodes, rows = check_size(env, tasks=tasks, budgets_per_task=budgets_per_task, episodes=episodes, rows=rows)
+    trials = tasks * budgets_per_task
     check_seed(seed)
-    episodes = check_integer("episodes", env.spec.episodes if episodes is None else episodes, 1)
     low, high = budgets or env.spec.test_budget
     grid = budget_grid(low, high, budget_count)
     if budgets_per_task > budget_count:
         raise UserError(f"budgets_per_task must be at most budget_count, got {budgets_per_task} > {budget_count}")
     begin = time.perf_counter()
 
-    task_key, run_key = jax.random.split(jax.random.key(seed))
-    sampled = _sample(env, check_split(split), jax.random.split(task_key, tasks))
+    task_key, run_key = evaluation_keys(seed)
+    if frozen is None:
+        sampled = sample_tasks(env, check_split(split), jax.random.split(task_key, tasks))
+    else:
+        sampled = jax.tree.map(lambda x: x[:tasks], frozen.tasks)
     budget = grid[np.arange(trials) * len(grid) // trials]  # [trial]: every budget equally often
-    rows = min(rows, trials)
     steps = episodes * env.spec.max_steps
     segments = min(segments, max(steps // SEGMENT, 1)) if _grows(agent, sampled, steps) else 1
-    parts = []
+    parts, name = [], env_to_plain(env)["name"]
     for chunk, first in enumerate(range(0, trials, rows)):
         # The last chunk is filled up with the first trials, so that all chunks have one shape.
         index = np.arange(first, first + rows) % trials
         queue = jax.tree.map(lambda x, i=index % tasks: x[i][:, None], sampled)  # [row, 1, ...]
         key = jax.random.fold_in(run_key, chunk)
-        played = _play(
+        played, found = _play(
             env, agent, queue, jnp.asarray(budget[index][:, None]), key, episodes=episodes, segments=segments
         )
+        fault = np.asarray(found)
+        refuse_fault(fault, name, [f"task {index[int(fault[1])] % tasks}"])
         parts.append(jax.tree.map(np.asarray, played))
     whole, spent = jax.tree.map(lambda *x: np.concatenate(x)[:trials], *parts)
     provenance = {
@@ -85,12 +95,27 @@ def evaluate(
         "seed": seed,
         "budget_range": [low, high],
         "budgets_per_task": budgets_per_task,
+        **({} if frozen is None else {"task_list": frozen.described()}),
+        **({"limits": _plain_limits(sampled)} if hasattr(sampled, "multiplier") else {}),
         **({} if spent is None else {"adaptation": spending(spent)}),
         **(meta or {}),
         **surroundings(),
         "seconds": time.perf_counter() - begin,
     }
     return Results(returns=whole.returns, costs=whole.costs, lengths=whole.lengths, budgets=budget, meta=provenance)
+
+
+def check_size(
+    env: Env, *, tasks: int, budgets_per_task: int = 1, episodes: int | None, rows: int | None
+) -> tuple[int, int]:
+    """The episodes of a trial and the trials at a time of an evaluation; refused if there are too many of them."""
+    trials = check_integer("tasks", tasks, 1) * check_integer("budgets_per_task", budgets_per_task, 1)
+    episodes = check_integer("episodes", env.spec.episodes if episodes is None else episodes, 1)
+    check_integer("tasks · budgets_per_task · episodes", trials * episodes, 1, MOST_EPISODES)
+    default = 32 if jax.default_backend() == "cpu" else 256
+    rows = min(check_integer("rows", default if rows is None else rows, 1), trials)
+    check_integer("rows · episodes · steps of an episode", rows * episodes * env.spec.max_steps, 1, MOST_STEPS)
+    return episodes, rows
 
 
 def budget_grid(low: float, high: float, count: int = 100) -> np.ndarray:
@@ -109,25 +134,26 @@ def _grows(agent: Agent, tasks: PyTree, steps: int) -> bool:
     return jax.tree.leaves(early) != jax.tree.leaves(late)
 
 
-@eqx.filter_jit
-def _sample(env: Env, split: Split, keys: Key) -> PyTree:
-    return jax.vmap(lambda key: env.sample_task(key, split))(keys)
+def _plain_limits(tasks: PyTree) -> list[float]:
+    """[task] the speed limits of a track's tasks, for reports by limit."""
+    return [round(float(limit), 4) for limit in np.asarray(tasks.multiplier)]
 
 
 @eqx.filter_jit
 def _play(
     env: Env, agent: Agent, tasks: PyTree, budgets: jax.Array, key: Key, *, episodes: int, segments: int
-) -> tuple[Episodes, Spent | None]:
-    """Sums per episode; inside one jit, so that the steps themselves are never kept.
+) -> tuple[tuple[Episodes, Spent | None], jax.Array]:
+    """Sums per episode, and the first fault; inside one jit, so that the steps themselves are never kept.
 
     For an agent that updates its parameters: also what it played besides the episodes of the trial.
     """
     if adapts(agent):
         single = jax.tree.map(lambda x: x[:, 0], tasks)
-        return agent.play_trials(env, single, budgets[:, 0], key, episodes=episodes)  # type: ignore[attr-defined]
+        found, spent = agent.play_trials(env, single, budgets[:, 0], key, episodes=episodes)  # type: ignore[attr-defined]
+        return (found, spent), first_of(spent.fault)
     steps = episodes * env.spec.max_steps
     trials = run_trials(env, agent, tasks, budgets, key, episodes=episodes, steps=steps, segments=segments)
-    return episode_sums(trials, episodes), None
+    return (episode_sums(trials, episodes), None), first_fault(trials)
 
 
 def spending(spent: Spent) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 """The paper's figures, shares over budget, training curves. Reads results only; never imports jax."""
 
 import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import matplotlib as mpl
 import numpy as np
@@ -14,10 +13,17 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
 
 from safeicrl.budgets import bin_of
-from safeicrl.errors import UserError
+from safeicrl.errors import UserError, printable
 from safeicrl.evaluation.results import Results
-from safeicrl.evaluation.statistics import MEASURES, interval, standard_error
-from safeicrl.files import RECIPE, atomic_write
+from safeicrl.evaluation.statistics import (
+    MEASURES,
+    bootstrap,
+    interval,
+    performance_profile,
+    standard_error,
+    worst_excess,
+)
+from safeicrl.files import RECIPE, atomic_write, read_json
 
 Groups = dict[str, list[Results]]  # label → its seeds
 
@@ -30,6 +36,7 @@ STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlelocation": "left",
+    "text.parse_math": False,  # a label with a dollar is no formula
     "axes.titlesize": 10,
     "figure.constrained_layout.use": True,
     "font.size": 9,
@@ -111,6 +118,31 @@ def over_budget(groups: Groups, bins: int | None = None) -> Figure:
 
 
 @mpl.rc_context(STYLE)
+def profiles(groups: Groups) -> Figure:
+    """Performance profiles: the share of trials above each total return, and above each excess over the budget."""
+    figure, axes = _figure(1, 2, (8.4, 3.2))
+    measures = (
+        ("share of trials with a higher total return", "total return", MEASURES["total return"][0]),
+        ("share of trials with a larger excess", "worst episode's cost − budget", worst_excess),
+    )
+    for axis, (title, name, measure) in zip(axes, measures, strict=True):
+        every = np.concatenate([measure(result) for seeds in groups.values() for result in seeds])
+        low = min(0.0, every.min()) if axis is axes[0] else 0.0  # below 0 the budget is kept
+        levels = np.linspace(low, max(every.max(), low + 1), 101)
+        for label, colour, style, seeds in _styled(groups):
+            profile = lambda values, levels=levels: performance_profile(values, levels)  # noqa: E731
+            share, below, above = bootstrap(seeds, measure, profile, samples=200)
+            axis.fill_between(levels, below, above, color=colour, alpha=0.2, linewidth=0)
+            axis.plot(levels, share, color=colour, linestyle=style, label=label)
+        axis.set(title=title, xlabel=name, ylim=(0, 1.02), xlim=(levels[0], levels[-1]))
+        axis.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(xmax=1))
+        axis.legend(fontsize=7, frameon=False)
+    _say_how(figure, groups)
+    _write_title(figure, "lines: all seeds and tasks · bands: 95%, stratified bootstrap over seeds and tasks")
+    return figure
+
+
+@mpl.rc_context(STYLE)
 def sweep(groups: Groups) -> Figure:
     """Several runs side by side: each number with its 95% interval, and a dot for each seed."""
     figure, axes = _figure(1, len(MEASURES), (8.4, 1.4 + 0.3 * len(groups)))
@@ -180,8 +212,8 @@ def command_of(folder: Path) -> str:
     """The command that made a run, from its config.json or recipe.json; empty without one."""
     path = folder / (RECIPE if (folder / RECIPE).exists() else "config.json")
     try:
-        return str(json.loads(path.read_text(encoding="utf-8")).get("command", ""))
-    except (OSError, ValueError):
+        return printable(str(read_json(path, "training run").get("command", "")))
+    except (UserError, AttributeError):
         return ""
 
 
@@ -276,15 +308,20 @@ def _label_lines(axis: Axes, lines: list[tuple[str, str, np.ndarray]]) -> None:
 
 def _series(log: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
     """(env steps, value) wherever a log has the number."""
-    points = [(line["env_steps"], line[name]) for line in log if line.get(name) is not None]
+    pairs = [(line.get("env_steps"), line.get(name)) for line in log]
+    points = [(x, y) for x, y in pairs if _is_number(x) and _is_number(y)]
     return [float(x) for x, _ in points], [float(y) for _, y in points]
 
 
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _seed_series(log: list[dict[str, Any]], name: str) -> list[tuple[list[float], list[float]]]:
-    lines = [line for line in log if line.get(f"{name}/seeds")]
-    count = len(lines[0][f"{name}/seeds"]) if lines else 0
-    x = [float(line["env_steps"]) for line in lines]
-    return [(x, [np.nan if (y := line[f"{name}/seeds"][i]) is None else y for line in lines]) for i in range(count)]
+    lists = [(line.get("env_steps"), line.get(f"{name}/seeds")) for line in log]
+    lines = [(float(x), values) for x, values in lists if _is_number(x) and isinstance(values, list) and values]
+    count, x = min((len(values) for _, values in lines), default=0), [at for at, _ in lines]
+    return [(x, [y if _is_number(y := values[i]) else np.nan for _, values in lines]) for i in range(count)]
 
 
 def _say_how(figure: Figure, groups: Groups) -> None:

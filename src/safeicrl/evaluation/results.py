@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from safeicrl.budgets import is_over
+from safeicrl.errors import UserError, printable
 from safeicrl.evaluation.frames import load_pandas
 
 ARRAYS = ("returns", "costs", "lengths", "budgets")
@@ -21,10 +22,22 @@ class Results:
     budgets: np.ndarray  # [trial] δ
     meta: dict[str, Any]  # label, env, agent, action selection, seed, version, device, wall time, command
 
+    def __post_init__(self) -> None:
+        """Refuse numbers that no episode can have: a cost of nan would count as within every budget."""
+        lowest = {"returns": -np.inf, "costs": 0.0, "lengths": 1.0, "budgets": 0.0}
+        for name, low in lowest.items():
+            values = getattr(self, name)
+            right = np.isfinite(values) & (values >= low)
+            if not right.all():
+                at = np.unravel_index(np.argmin(right), right.shape)
+                place = ", ".join(f"{axis} {i}" for axis, i in zip(("trial", "episode"), at, strict=False))
+                words = "finite" if np.isinf(low) else f"finite and ≥ {low:g}"
+                raise UserError(f"{name} of results must be {words}, got {values[at]:g} in {place} of {self.label}")
+
     @property
     def label(self) -> str:
         """The agent's name in tables and figures."""
-        return str(self.meta.get("label", "agent"))
+        return printable(str(self.meta.get("label", "agent")))
 
     @property
     def budgets_per_task(self) -> int:

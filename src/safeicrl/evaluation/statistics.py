@@ -1,4 +1,4 @@
-"""The numbers drawn from results: totals, shares over budget, budget bins, scores between baselines. No jax."""
+"""The numbers drawn from results: totals, budget bins, scores between baselines, intervals, safety. No jax."""
 
 import dataclasses
 import itertools
@@ -119,6 +119,7 @@ def _check_comparable(one: Results, other: Results) -> None:
         "physics": lambda r: r.meta.get("approximation", "the real one"),
         "split": lambda r: r.meta.get("split"),
         "seed": lambda r: r.meta.get("seed"),
+        "task list": lambda r: (r.meta.get("task_list") or {}).get("sha256"),
         "budgets per task": lambda r: r.budgets_per_task,
         "trials": lambda r: "{} of {} episodes".format(*r.returns.shape),
         "budget range": lambda r: r.budget_range,
@@ -205,11 +206,129 @@ def interval(seeds: Sequence[Results], measure: Callable[[Results], np.ndarray])
     return float(means.mean()), factor * float(standard_error(means))
 
 
+# -- statistics that few outliers and few seeds do not fool ------------------------------------------------------
+
+
+def interquartile_mean(values: np.ndarray) -> float:
+    """The mean of the middle half: without the lowest and the highest quarter, rounded down to whole values."""
+    cut = len(values) // 4
+    return float(np.sort(values)[cut : len(values) - cut].mean())
+
+
+def performance_profile(values: np.ndarray, levels: np.ndarray) -> np.ndarray:
+    """The share of the values above each level, [level]."""
+    return (np.asarray(values)[None] > np.asarray(levels)[:, None]).mean(axis=1)
+
+
+def resampled_trials(results: Results, random: np.random.Generator) -> np.ndarray:
+    """[trial] the trials of one bootstrap sample: as many tasks, drawn again, each with all its trials.
+
+    Where a task has one budget, it is drawn among those of its budget bin: the strata, which keep the budgets' mix.
+    """
+    often = results.budgets_per_task
+    tasks = len(results.budgets) // often
+    bins = [np.arange(tasks)] if often > 1 else [np.flatnonzero(rows) for rows in budget_bins(results).values()]
+    chosen = np.concatenate([random.choice(stratum, len(stratum)) for stratum in bins if len(stratum)])
+    return (chosen + tasks * np.arange(often)[:, None]).ravel()
+
+
+def bootstrap(
+    seeds: Sequence[Results],
+    measure: Callable[[Results], np.ndarray],
+    statistic: Callable[[np.ndarray], Any] = interquartile_mean,
+    *,
+    samples: int = 1000,
+    seed: int = 0,
+) -> tuple[Any, Any, Any]:
+    """A statistic of a number per trial, pooled over seeds, with the ends of its 95% bootstrap interval.
+
+    `measure` gives [trial], `statistic` turns the pooled numbers into a number or an array. Each sample draws seeds
+    with replacement, and tasks by `resampled_trials`. A seed is drawn whole, because one training run plays all
+    tasks. Drawn apart for each task, the differences between seeds would average out over the tasks. With few seeds
+    the interval is still too narrow; `interval` has Student's t for them.
+    """
+    if samples < 1:
+        raise UserError(f"a bootstrap needs at least 1 sample, got {samples}")
+    random = np.random.default_rng(seed)
+    values = [np.asarray(measure(result)) for result in seeds]  # [seed][trial]
+    alike = len({len(value) for value in values}) == 1  # then all seeds met the same tasks
+    found = []
+    for _ in range(samples):
+        shared = resampled_trials(seeds[0], random)
+        drawn = random.integers(len(seeds), size=len(seeds)) if len(seeds) > 1 else [0]
+        parts = [values[i][shared if alike else resampled_trials(seeds[i], random)] for i in drawn]
+        found.append(statistic(np.concatenate(parts)))
+    low, high = np.quantile(np.asarray(found), (0.025, 0.975), axis=0)
+    return statistic(np.concatenate(values)), low, high
+
+
+# -- safety ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Safety:
+    """How often, when and by how much budgets are broken. nan where nothing was broken, or nothing is known."""
+
+    over_budget: float  # share of episodes
+    trials_over: float  # share of trials with any episode over budget
+    excess_mean: float  # cost beyond the budget, mean over the episodes that broke it
+    excess_95: float  # its 95th percentile over these episodes
+    excess_worst: float  # the largest
+    first_break: float  # median index, from 1, of the first episode over budget, over the trials that have one
+    over_beyond: float  # share of the episodes past the K of training
+    by_episode: list[float]  # [episode] share of trials over budget in this episode
+    by_budget: dict[str, float]  # bin → share of episodes over budget
+    trials_by_budget: dict[str, float]  # bin → share of trials with any
+
+
+def safety(seeds: Sequence[Results]) -> Safety:
+    """The safety figures of one agent, pooled over its seeds."""
+    over = np.concatenate([result.over for result in seeds])  # [trial, episode]
+    excess = np.concatenate([result.costs - result.budgets[:, None] for result in seeds])[over]
+    first = over.argmax(axis=1)[over.any(axis=1)] + 1
+    known = trained_episodes(seeds[0])
+    inside: dict[str, list[np.ndarray]] = {name: [] for name in budget_bins(seeds[0])}
+    for result in seeds:
+        for name, rows in budget_bins(result).items():
+            inside[name].append(result.over[rows])
+    bins = {name: np.concatenate(parts) for name, parts in inside.items()}
+    mean = lambda values: float(values.mean()) if values.size else float("nan")  # noqa: E731
+    return Safety(
+        over_budget=mean(over),
+        trials_over=mean(over.any(axis=1)),
+        excess_mean=mean(excess),
+        excess_95=float(np.quantile(excess, 0.95)) if excess.size else float("nan"),
+        excess_worst=float(excess.max()) if excess.size else float("nan"),
+        first_break=float(np.median(first)) if first.size else float("nan"),
+        over_beyond=float("nan") if known is None else mean(over[:, known:]),
+        by_episode=over.mean(axis=0).tolist(),
+        by_budget={name: mean(part) for name, part in bins.items()},
+        trials_by_budget={name: mean(part.any(axis=1)) for name, part in bins.items()},
+    )
+
+
+def trained_episodes(results: Results) -> int | None:
+    """The K of the trials in training, from the results' environment; None where it is not written down."""
+    parameters = (results.meta.get("env") or {}).get("parameters") or {}
+    known = parameters.get("episodes")
+    return int(known) if known else None
+
+
+def worst_excess(results: Results) -> np.ndarray:
+    """[trial] the cost beyond the budget of the trial's worst episode; negative if all kept it."""
+    return (results.costs - results.budgets[:, None]).max(axis=1)
+
+
 def rank(summary: Summary, tolerance: float) -> tuple[bool, float]:
     """How policies are ranked; the greatest is the best.
 
     Policies whose share of episodes over budget is within the tolerance come first, by total return. The others
-    follow, by their share, the smallest first.
+    follow, by their share, the smallest first. A summary with nan cannot be ranked.
     """
+    if not np.isfinite([summary.over_budget, summary.total_return]).all():
+        raise UserError(
+            f"a policy over budget in a share of {summary.over_budget} of its episodes, with a total return of "
+            f"{summary.total_return}, cannot be ranked: both must be finite"
+        )
     safe = summary.over_budget <= tolerance
     return safe, summary.total_return if safe else -summary.over_budget

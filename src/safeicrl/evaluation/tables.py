@@ -2,17 +2,29 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import load_results
 from safeicrl.evaluation.results import Results
-from safeicrl.evaluation.statistics import MEASURES, NUMBERS, Summary, interval, relative, standard_error, summarise
+from safeicrl.evaluation.statistics import (
+    MEASURES,
+    NUMBERS,
+    Safety,
+    Summary,
+    bootstrap,
+    interval,
+    relative,
+    safety,
+    standard_error,
+    summarise,
+)
 from safeicrl.log import read_metrics, read_run
 
 
@@ -26,7 +38,7 @@ def summary_table(results: Sequence[Results], title: str | None = None) -> Table
     table = _table(title or _protocol(first))
     table.add_column("", no_wrap=True)
     for result in results:
-        table.add_column(result.label, justify="right", overflow="fold")
+        table.add_column(as_text(result.label), justify="right", overflow="fold")
     row = lambda name, form: table.add_row(name, *(form(summary) for summary in summaries))  # noqa: E731
     row(f"total return of {first.episodes}", lambda s: f"{s.total_return:.2f} ± {s.total_return_error:.2f}")
     row(f"return, {first.last_name}", lambda s: f"{s.last_return:.3f}")
@@ -63,16 +75,78 @@ def run_results(path: Path) -> list[Results]:
 
 def sweep_table(groups: Mapping[str, Sequence[Results]]) -> Table:
     """One row per run: its seeds and its numbers, each with a 95% interval."""
-    table = _table("mean ± 95% interval, over seeds; over tasks where there is one seed")
+    table = _table(
+        "mean ± 95% interval, over seeds; over tasks where there is one seed\n"
+        "IQM: interquartile mean of the total return [95% bootstrap interval]"
+    )
     table.add_column("", no_wrap=True)
-    for column in ("seeds", *MEASURES):
+    for column in ("seeds", *MEASURES, "IQM"):
         table.add_column(column, justify="right")
     for label, seeds in groups.items():
         numbers = []
         for measure, percent in MEASURES.values():
             mean, half = interval(seeds, measure)
             numbers.append(f"{mean:.1%} ± {half:.1%}" if percent else f"{mean:.3g} ± {half:.2g}")
-        table.add_row(label, str(len(seeds)), *numbers)
+        middle, low, high = bootstrap(seeds, MEASURES["total return"][0])
+        table.add_row(as_text(label), str(len(seeds)), *numbers, f"{middle:.3g} [{low:.3g}, {high:.3g}]")
+    return table
+
+
+def safety_table(groups: Mapping[str, Sequence[Results]]) -> Table:
+    """One column per agent, pooled over its seeds: how often, when and by how much budgets are broken."""
+    found = {label: safety(seeds) for label, seeds in groups.items()}
+    table = _table("budgets: how often, when and by how much they are broken")
+    table.add_column("", no_wrap=True)
+    for label in found:
+        table.add_column(as_text(label), justify="right", overflow="fold")
+    share = lambda value: f"{value:.2%}" if np.isfinite(value) else "–"  # noqa: E731
+    number = lambda value: f"{value:.3g}" if np.isfinite(value) else "–"  # noqa: E731
+    rows: dict[str, Callable[[Safety], str]] = {
+        "episodes over budget": lambda s: share(s.over_budget),
+        "first episodes over": lambda s: share(s.by_episode[0]),
+        "last episodes over": lambda s: share(s.by_episode[-1]),
+        "trials ever over": lambda s: share(s.trials_over),
+        "first break, median episode": lambda s: number(s.first_break),
+        "cost beyond it, mean": lambda s: number(s.excess_mean),
+        "… 95th percentile": lambda s: number(s.excess_95),
+        "… largest": lambda s: number(s.excess_worst),
+        "over, past training's K": lambda s: share(s.over_beyond),
+    }
+    for name, form in rows.items():
+        table.add_row(name, *(form(each) for each in found.values()))
+    bins = [each.by_budget.keys() for each in found.values()]
+    for name in bins[0] if all(names == bins[0] for names in bins) else ():
+        table.add_row(f"over, δ {name}", *(share(each.by_budget[name]) for each in found.values()))
+        table.add_row(f"trials, δ {name}", *(share(each.trials_by_budget[name]) for each in found.values()))
+    return table
+
+
+def limits_table(result: Results, last: int = 5) -> Table:
+    """A track's results by speed limit, and the mean ± standard error over limits: a repeated limit counts once."""
+    table = _table(f"by speed limit; last: the last {last} episodes; ±: over limits")
+    limits = np.asarray(result.meta["limits"])[result.task]  # [trial]
+    last_return, cost = result.returns[:, -last:].mean(axis=1), result.costs[:, -last:].mean(axis=1)
+    columns = {
+        "return, first": (result.returns[:, 0], "{:.1f}"),
+        "return, last": (last_return, "{:.1f}"),
+        "cost, first": (result.costs[:, 0], "{:.2f}"),
+        "cost, last": (cost, "{:.2f}"),
+        "over budget": (result.over.mean(axis=1), "{:.1%}"),
+    }
+    table.add_column("limit", no_wrap=True)
+    for name in ("trials", *columns):
+        table.add_column(name, justify="right")
+    names = np.unique(limits)
+    for limit in names:
+        mine = limits == limit
+        numbers = (form.format(values[mine].mean()) for values, form in columns.values())
+        table.add_row(f"{limit:g}", str(mine.sum()), *numbers)
+    means = []
+    for values, form in columns.values():
+        each = np.array([values[limits == limit].mean() for limit in names])
+        means.append(f"{form.format(each.mean())} ± {form.format(standard_error(each))}")
+    table.add_section()
+    table.add_row("mean", str(len(limits)), *means)
     return table
 
 
@@ -86,7 +160,7 @@ def relative_table(results: Sequence[Results], *, upper: Results, lower: Results
     for result in (upper, *results, lower):
         found = relative(result, upper=upper, lower=lower, last=last)
         score = f"{found.score:.3f} ± {found.error:.3f}"
-        table.add_row(result.label, f"{found.last_return:.3f}", score, f"{found.over_budget_last:.2%}")
+        table.add_row(as_text(result.label), f"{found.last_return:.3f}", score, f"{found.over_budget_last:.2%}")
     return table
 
 
@@ -105,7 +179,7 @@ def seeds_table(results: Mapping[str, Results]) -> Table:
     for name in columns:
         table.add_column(name, justify="right")
     for name, summary in zip(results, summaries, strict=True):
-        table.add_row(name, *(form.format(value(summary)) for value, form in columns.values()))
+        table.add_row(as_text(name), *(form.format(value(summary)) for value, form in columns.values()))
     means = []
     for value, form in columns.values():
         values = np.array([value(summary) for summary in summaries])
@@ -118,7 +192,13 @@ def seeds_table(results: Mapping[str, Results]) -> Table:
 def _table(title: str) -> Table:
     """A table narrow enough for four agents in 80 columns."""
     padding = (0, 1, 0, 0)  # top, right, bottom, left
-    return Table(title=title, min_width=len(title), box=box.SIMPLE_HEAD, title_justify="left", padding=padding)
+    width = max(map(len, title.splitlines()))
+    return Table(title=as_text(title), min_width=width, box=box.SIMPLE_HEAD, title_justify="left", padding=padding)
+
+
+def as_text(name: str) -> str:
+    """A name from a file or the command line for a table of rich: shown as it is, not read as markup."""
+    return escape(name)
 
 
 def _protocol(summary: Summary) -> str:
@@ -151,6 +231,7 @@ def draw_all(files: Sequence[Path], out: Path, extension: str = "png") -> list[P
         figures["episodes"] = plots.by_episode(groups)
         figures["budgets"] = plots.by_budget(groups)
         figures["over-budget"] = plots.over_budget(groups)
+        figures["profiles"] = plots.profiles(groups)
     if runs:
         figures["training"] = plots.training(runs)
     return [plots.save(figure, out / f"{name}.{extension}") for name, figure in figures.items()]

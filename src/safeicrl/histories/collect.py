@@ -1,13 +1,14 @@
 """Learning histories of PPO-Lagrangian: every task learned from scratch under every cost limit, all steps kept.
 
-All learners of a group run in one vmapped program, a chunk of iterations per call. A group is written when it is
-complete (store.py). An interrupted collection, started again with the same settings, goes on after that group.
+All learners of a group run in one vmapped program, a chunk of iterations per call. Their episodes are written as
+they end, and count when the group is complete (store.py). An interrupted collection, started again with the same
+settings, goes on after its last complete group.
 """
 
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,15 @@ from rich.table import Table
 from safeicrl.envs.api import Env, PyTree, Split, check_split
 from safeicrl.envs.registry import env_to_plain
 from safeicrl.envs.spaces import Grid
-from safeicrl.errors import UserError, check_budget, check_integer
+from safeicrl.errors import UserError, check_budget, check_integer, check_seed
+from safeicrl.files import owned
 from safeicrl.histories.store import STEPWISE, TRUNCATED, Histories, HistoryWriter, open_histories
 from safeicrl.log import Terminal
 from safeicrl.optimisers.lagrangian import Learner, PPOLagConfig, Rollout
 from safeicrl.provenance import surroundings
 from safeicrl.signals import StopRequest
 
+MOST_STEPS = 2**36  # of all histories together
 CHUNK = 10  # iterations in one call of the jitted program, about
 
 
@@ -46,7 +49,8 @@ class CollectConfig:
     def __post_init__(self) -> None:
         for name in ("tasks", "steps", "group"):
             check_integer(name, getattr(self, name), 1)
-        check_integer("seed", self.seed, 0)
+        check_integer("tasks · limits · steps", self.histories * self.steps, 0, MOST_STEPS)
+        check_seed(self.seed)
         check_split(self.split)
         if not self.limits:
             raise UserError("limits must name at least one cost limit")
@@ -70,9 +74,14 @@ def default_config(env: Env) -> CollectConfig:
 
 
 def collect(
-    env: Env, config: CollectConfig, *, out: str | Path, console: Console | None = None
+    env: Env,
+    config: CollectConfig,
+    *,
+    out: str | Path,
+    console: Console | None = None,
+    stop: StopRequest | None = None,
 ) -> Histories | None:
-    """Collect into the folder `out`, or go on with what is there; None when stopped before the end."""
+    """Collect into the folder `out`, or go on with what is there; None when a signal to `stop` came first."""
     request = {
         "env": env_to_plain(env),
         "algo": {"name": "ppo-lag", "config": dataclasses.asdict(config.learner)},
@@ -80,8 +89,8 @@ def collect(
     }
     task, limit = np.divmod(np.arange(config.histories), len(config.limits))
     limits = np.asarray(config.limits, np.float32)[limit]
-    writer = HistoryWriter(out, env=env, request=request, steps=config.steps, limit=limits, task=task)
-    with Terminal(console) as terminal, StopRequest() as stop:
+    with owned(Path(out)), Terminal(console) as terminal, stop or StopRequest() as stop:
+        writer = HistoryWriter(out, env=env, request=request, steps=config.steps, limit=limits, task=task)
         if writer.complete:
             terminal.say(f"{out} holds {writer.complete} of {writer.total} histories already")
         if writer.complete < writer.total:
@@ -89,14 +98,14 @@ def collect(
         while writer.complete < writer.total:
             begin = time.perf_counter()
             rows = np.arange(writer.complete, min(writer.complete + config.group, writer.total))
-            recorded = program.run(rows, task, limits, stop)
-            if recorded is None:
+            if not program.run(rows, task, limits, writer, stop):
                 terminal.say(
                     f"stopped: {writer.complete} of {writer.total} histories are in {out}; start again to go on"
                 )
                 return None
             seconds = time.perf_counter() - begin
-            writer.append(recorded, seconds=seconds, compile_seconds=program.compile_seconds, **surroundings())
+            about = {"seconds": seconds, "compile_seconds": program.compile_seconds, **surroundings()}
+            writer.commit(len(rows), **about)
         histories = open_histories(out, env=env)
         terminal.say(_closing(histories))
     return histories
@@ -170,22 +179,23 @@ class Program:
         }  # fmt: skip
 
     def run(
-        self, rows: np.ndarray, task: np.ndarray, limits: np.ndarray, stop: StopRequest
-    ) -> dict[str, np.ndarray] | None:
-        """The histories numbered `rows`, as the writer takes them; None when stopped."""
+        self, rows: np.ndarray, task: np.ndarray, limits: np.ndarray, writer: HistoryWriter, stop: StopRequest
+    ) -> bool:
+        """Make the histories numbered `rows` and write them as they grow; False when stopped before the end."""
         filled = np.resize(rows, self.size)  # the last group may be smaller, the program has one size
         tasks, state = self.begin(jnp.asarray(filled, jnp.int32), jnp.asarray(task[filled], jnp.int32))
-        parts = []
+        streams = [Stream(self.config.steps) for _ in rows]
         for call in range(self.calls):
             state, played = self.advance(state, tasks, jnp.asarray(limits[filled]))
-            parts.append(jax.device_get(played))
+            played = jax.device_get(played)
+            for row, stream in enumerate(streams):
+                for name, at, values in stream.feed({n: x[row] for n, x in played.items()}):
+                    writer.write(row, name, at, values)
             done = (rows[0] + len(rows) * (call + 1) / self.calls) / self.config.histories
-            self.terminal.progress(done, self._line(parts[-1], rows))
+            self.terminal.progress(done, self._line(played, rows))
             if stop.requested:
-                return None
-        whole = {name: np.concatenate([part[name][: len(rows)] for part in parts], 2) for name in parts[0]}
-        each = [arrange({n: x[i] for n, x in whole.items()}, self.config.steps, self.env) for i in range(len(rows))]
-        return {name: np.stack([history[name] for history in each]) for name in each[0]}
+                return False
+        return True
 
     def _line(self, played: dict[str, np.ndarray], rows: np.ndarray) -> str:
         ends = max(int((played["done"] > 0).sum()), 1)
@@ -195,21 +205,37 @@ class Program:
         )
 
 
-def arrange(played: dict[str, np.ndarray], steps: int, env: Env) -> dict[str, np.ndarray]:
-    """One history from [env, time] arrays: the first `steps` steps of whole episodes, in the order they ended."""
-    done = played["done"]
-    side, time = done.shape
-    ends = np.where(done > 0, np.arange(time), time)
-    # when each step's episode ended; `time` if it did not
-    ends = np.minimum.accumulate(ends[:, ::-1], axis=1)[:, ::-1]
-    # stable: the steps of an episode stay in order; unfinished episodes come last
-    order = np.argsort((ends * side + np.arange(side)[:, None]).ravel(), kind="stable")[:steps]
-    flat = {name: values.reshape(-1, *values.shape[2:]) for name, values in played.items()}
-    history = {name: flat[name][order] for name in STEPWISE}
-    final = flat["final"][order[history["done"] == TRUNCATED]]
-    history["final"] = np.zeros((max(steps // env.spec.max_steps, 1), *final.shape[1:]), final.dtype)
-    history["final"][: len(final)] = final
-    return history
+class Stream:
+    """One history: whole episodes in the order in which they ended, its first `steps` steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+        self.written = self.truncated = 0  # steps, and truncated episodes among them
+        self.open: dict[str, np.ndarray] = {}  # [step, ...] of the episodes under way, and the `side` of each
+
+    def feed(self, played: dict[str, np.ndarray]) -> Iterator[tuple[str, int, np.ndarray]]:
+        """Take the next steps of all environments, [env, time, ...]; gives what to write: name, place, values."""
+        done = played["done"]
+        side, time = done.shape
+        ends = np.where(done > 0, np.arange(time), time)
+        # when each step's episode ends; `time` if it does not end here
+        ends = np.minimum.accumulate(ends[:, ::-1], axis=1)[:, ::-1]
+        fresh = {name: values.reshape(-1, *values.shape[2:]) for name, values in played.items()}
+        fresh["side"] = np.repeat(np.arange(side), time)
+        steps, ended = fresh, ends.ravel()
+        if self.open:  # episodes under way end with the first end of their environment
+            steps = {name: np.concatenate([self.open[name], values]) for name, values in fresh.items()}
+            ended = np.concatenate([ends[self.open["side"], 0], ended])
+        # stable: the steps of an episode stay in order
+        order = np.argsort(ended * side + steps["side"], kind="stable")
+        whole = order[ended[order] < time][: self.left]
+        self.open = {name: values[order[ended[order] == time]] for name, values in steps.items()}
+        yield from ((name, self.written, steps[name][whole]) for name in STEPWISE if len(whole))
+        final = steps["final"][whole[steps["done"][whole] == TRUNCATED]]
+        if len(final):
+            yield "final", self.truncated, final
+        self.written, self.left = self.written + len(whole), self.left - len(whole)
+        self.truncated += len(final)
 
 
 def progress_table(histories: Histories) -> Table:

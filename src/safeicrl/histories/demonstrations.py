@@ -18,11 +18,15 @@ from safeicrl.agents.reference import Plan, PlannerAgent
 from safeicrl.envs.api import Env, Key, PyTree, record, replace
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.envs.registry import env_to_plain
-from safeicrl.errors import UserError, check_budget, check_integer, check_number
+from safeicrl.errors import UserError, check_budget, check_integer, check_number, check_seed
+from safeicrl.files import owned
 from safeicrl.histories.store import TRUNCATED, Histories, HistoryWriter, open_histories
 from safeicrl.provenance import surroundings
+from safeicrl.signals import StopRequest
 from safeicrl.tokens import Token
 from safeicrl.trial import run_trials
+
+MOST_STEPS = 2**28  # of a group, which is made in memory
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,8 @@ class EpsConfig:
     def __post_init__(self) -> None:
         for name in ("tasks", "steps", "group"):
             check_integer(name, getattr(self, name), 1)
-        check_integer("seed", self.seed, 0)
+        check_integer("steps of a group", self.group * self.steps, 0, MOST_STEPS)
+        check_seed(self.seed)
         check_number("decay", self.decay, 0.0, strict=True)
         check_budget(list(self.limits))
         if not self.limits:
@@ -88,8 +93,13 @@ class NoisyPlanner(eqx.Module):
         return 1 + (config.floor - 1) * fallen
 
 
-def collect_demonstrations(env: Env, config: EpsConfig, *, out: str | Path) -> Histories:
-    """Write the demonstrations to `out` as learning histories; goes on where an interrupted call stopped."""
+def collect_demonstrations(
+    env: Env, config: EpsConfig, *, out: str | Path, stop: StopRequest | None = None
+) -> Histories | None:
+    """Write the demonstrations to `out` as learning histories; goes on where an interrupted call stopped.
+
+    None when `stop` heard a signal before the end.
+    """
     if not isinstance(env, SafeDarkRoom):
         raise UserError(f"the eps demonstrator plans in SafeDarkRoom only, not in {type(env).__name__}")
     if config.steps < env.max_steps:
@@ -101,18 +111,20 @@ def collect_demonstrations(env: Env, config: EpsConfig, *, out: str | Path) -> H
         "algo": {"name": "eps", "config": {"floor": config.floor, "decay": config.decay}},
         "collection": {name: value for name, value in asdict(config).items() if name not in ("floor", "decay")},
     }
-    writer = HistoryWriter(out, env=env, request=request, steps=config.steps, limit=limit, task=task)
     task_key, play_key = jax.random.split(jax.random.key(config.seed))
-    rooms = jax.vmap(lambda key: env.sample_task(key, "train"))(jax.random.split(task_key, config.tasks))
-    while writer.complete < writer.total:
-        begin = time.perf_counter()
-        first = writer.complete
-        which = slice(first, min(first + config.group, writer.total))
-        tasks = jax.tree.map(lambda x, i=task[which]: x[i][:, None], rooms)
-        key = jax.random.fold_in(play_key, first)
-        group = jax.tree.map(np.asarray, _play(env, config, tasks, jnp.asarray(limit[which])[:, None], key))
-        group["final"] = _final(group, env.max_steps)
-        writer.append(group, seconds=time.perf_counter() - begin, **surroundings())
+    with owned(Path(out)), stop or StopRequest() as stop:
+        writer = HistoryWriter(out, env=env, request=request, steps=config.steps, limit=limit, task=task)
+        rooms = jax.vmap(lambda key: env.sample_task(key, "train"))(jax.random.split(task_key, config.tasks))
+        while writer.complete < writer.total:
+            begin, first = time.perf_counter(), writer.complete
+            which = slice(first, min(first + config.group, writer.total))
+            tasks = jax.tree.map(lambda x, i=task[which]: x[i][:, None], rooms)
+            key = jax.random.fold_in(play_key, first)
+            group = jax.tree.map(np.asarray, _play(env, config, tasks, jnp.asarray(limit[which])[:, None], key))
+            group["final"] = _final(group, env.max_steps)
+            writer.append(group, seconds=time.perf_counter() - begin, **surroundings())
+            if stop.requested and writer.complete < writer.total:
+                return None
     return open_histories(out, env=env)
 
 

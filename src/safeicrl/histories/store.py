@@ -2,12 +2,14 @@
 
 A folder holds `histories.json` (what was collected, by which learner, how much of it is complete) and one `.npy`
 per array. Arrays have their full size from the start and are memory-mapped when opened. Histories are added in
-groups: the arrays first, `histories.json` last. A kill at any moment costs at most the present group, which is then
-collected again to the same bytes.
+groups, stretch by stretch: the arrays first, `histories.json` when the group is complete. A kill at any moment
+costs at most the present group, which is then collected again to the same bytes.
 """
 
 import hashlib
+import math
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
@@ -17,8 +19,8 @@ import numpy as np
 
 from safeicrl.envs.api import Env, EnvSpec
 from safeicrl.envs.registry import env_from_plain, name_of
-from safeicrl.errors import UserError
-from safeicrl.files import plain, read_json, write_json
+from safeicrl.errors import UserError, check_integer, is_sound, rule_of
+from safeicrl.files import make_folder, plain, read_json, temporary, write_json
 
 FORMAT = "safeicrl learning histories"
 VERSION = 1  # one more when older folders can no longer be read
@@ -107,7 +109,25 @@ def _read_card(folder: Path) -> dict[str, Any]:
     missing = [name for name in needed if name not in meta]
     if missing:
         raise UserError(f"{folder / CARD} is incomplete: {missing[0]!r} is missing")
+    try:
+        _check_card(meta)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder / CARD} is not a card of learning histories: {error!r}") from None
     return meta
+
+
+def _check_card(meta: dict[str, Any]) -> None:
+    """Raise unless a card's numbers are of the right type and fit together."""
+    count = check_integer("histories", meta["histories"], 1)
+    check_integer("complete histories", meta["complete"], 0, count)
+    str(meta["env"]["name"]), dict(meta["env"]["parameters"])
+    for entry in meta["arrays"].values():
+        check_integer("bytes of an array", entry["bytes"], 0, 2**60)
+        list(entry["shape"]), str(entry["dtype"])
+    for group in meta["groups"]:
+        check_integer("first history of a group", group["first"], 0, count)
+        check_integer("histories of a group", group["count"], 0, count)
+        str(group["sha256"])
 
 
 def _env_of(folder: Path, meta: dict[str, Any], env: Env | None) -> Env:
@@ -204,36 +224,82 @@ class HistoryWriter:
         return self.meta["histories"]
 
     def append(self, group: dict[str, np.ndarray], **about: Any) -> None:
-        """Add histories: `STEPWISE` and "final" arrays, [history, ...]. `about` joins the card (device, ...)."""
-        first, count = self.complete, len(group["reward"])
-        if group["reward"].shape[1] != self.steps or first + count > self.total:
-            raise ValueError(f"{count} histories of {group['reward'].shape[1]} steps do not fit")
-        if not first:
-            self._create(group)
-        types = {name: self.meta["arrays"][name]["dtype"] for name in (*STEPWISE, "final")}
-        group = {name: _exactly(self.folder, name, group[name], np.dtype(types[name])) for name in types}
-        for name, array in group.items():
-            _write_rows(self.folder / f"{name}.npy", array, first, self.total)
+        """Add a whole group of histories: `STEPWISE` and "final" arrays, [history, ...]."""
+        count, steps = group["reward"].shape
+        if steps != self.steps or self.complete + count > self.total:
+            raise ValueError(f"{count} histories of {steps} steps do not fit")
+        for name in (*STEPWISE, "final"):
+            for row in range(count):
+                self.write(row, name, 0, group[name][row])
+        self.commit(count, **about)
+
+    def write(self, row: int, name: str, at: int, values: np.ndarray) -> None:
+        """Write a stretch of an array of the group's `row`-th history, from step `at` on ("final": episode `at`).
+
+        `values` are [step, ...]. Nothing counts before `commit`.
+        """
+        if name in ("observation", "reward", "cost") and not (sound := is_sound(name, values)).all():
+            step = int(np.argwhere(~sound)[0][0])
+            value, place = values[~sound].flat[0], f"history {self.complete + row}, step {at + step}"
+            raise UserError(f"{self.meta['env']['name']} gave {name} {value:g} ({place}): {rule_of(name)}")
+        if name not in self.meta["arrays"]:
+            length = self.steps if name in STEPWISE else max(self.steps // self.spec.max_steps, 1)
+            shape = (self.total, length, *values.shape[1:])
+            self._create(name, _type_of(name, values, self.spec), shape)
+        values = self._fitting(name, values)
+        entry = self.meta["arrays"][name]
+        size = math.prod(entry["shape"][2:]) * values.itemsize  # of a step
+        first = entry["bytes"] - math.prod(entry["shape"]) * values.itemsize  # after the file's header
+        place = first + ((self.complete + row) * entry["shape"][1] + at) * size
+        _write(self.folder / f"{name}.npy", values, place)
+
+    def commit(self, count: int, **about: Any) -> None:
+        """The next `count` histories are written: from now on they count. `about` joins the card (device, ...)."""
+        first = self.complete
+        for name, array in self.whole.items():
+            if name not in self.meta["arrays"]:
+                self._create(name, array.dtype, array.shape)
+                _write(self.folder / f"{name}.npy", array, self.meta["arrays"][name]["bytes"] - array.nbytes)
+        for name in self.meta["arrays"]:
+            _sync(self.folder / f"{name}.npy")
         about["seconds"] = self.meta["seconds"] + about.get("seconds", 0.0)
-        entry = {"first": first, "count": count, "sha256": _digest(group)}
+        rows = {name: _map(self.folder, name, self.meta)[first : first + count] for name in (*STEPWISE, "final")}
+        entry = {"first": first, "count": count, "sha256": _digest(rows)}
         card = {**self.meta, **about, "complete": first + count, "groups": [*self.meta["groups"], entry]}
         write_json(self.folder / CARD, card)
         self.meta = plain(card)
 
-    def _create(self, group: dict[str, np.ndarray]) -> None:
-        """Files of full size, whose types fit the first group; the small ones are written at once."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot write {self.folder}: {error.strerror or error}") from None
-        arrays = {}
-        for name in (*STEPWISE, "final"):
-            shape = (self.total, *group[name].shape[1:])
-            arrays[name] = _create(self.folder / f"{name}.npy", _type_of(name, group[name], self.spec), shape)
-        for name, array in self.whole.items():
-            arrays[name] = _create(self.folder / f"{name}.npy", array.dtype, array.shape)
-            _write_rows(self.folder / f"{name}.npy", array, 0, self.total)
-        self.meta["arrays"] = arrays
+    def _create(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> None:
+        make_folder(self.folder)
+        self.meta["arrays"][name] = _create(self.folder / f"{name}.npy", dtype, shape)
+
+    def _fitting(self, name: str, values: np.ndarray) -> np.ndarray:
+        """`values` in the file's type. Within the first group the file may still change to a wider one."""
+        dtype = np.dtype(self.meta["arrays"][name]["dtype"])
+        if dtype == np.uint8 and values.dtype != np.uint8 and not _whole(values):
+            if self.complete:
+                bad = values[(values < 0) | (values > 255) | (values != np.floor(values))].flat[0]
+                path = self.folder / f"{name}.npy"
+                raise UserError(f"{path} holds whole numbers from 0 to 255, got {name} {bad}")
+            self._widen(name)
+            dtype = np.dtype(np.float32)
+        return np.ascontiguousarray(values, dtype)
+
+    def _widen(self, name: str) -> None:
+        """Real numbers instead of bytes in the file of one array."""
+        path = self.folder / f"{name}.npy"
+        with temporary(path) as narrow:
+            try:
+                os.replace(path, narrow)
+            except OSError as error:
+                raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+            old = np.load(narrow, mmap_mode="r", allow_pickle=False)
+            self._create(name, np.dtype(np.float32), old.shape)
+            entry = self.meta["arrays"][name]
+            first = entry["bytes"] - old.size * 4
+            for row, values in enumerate(old):
+                if values.any():  # what is zero was never written: the file stays sparse
+                    _write(path, values.astype(np.float32), first + row * values.size * 4)
 
 
 def _check_same(folder: Path, meta: dict[str, Any], request: dict[str, Any]) -> None:
@@ -271,35 +337,36 @@ def _whole(values: np.ndarray) -> bool:
     return bool(((values >= 0) & (values <= 255) & (values == np.floor(values))).all())
 
 
-def _exactly(folder: Path, name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """`values` in the file's type, which the first group chose."""
-    if dtype == np.uint8 and values.dtype != np.uint8 and not _whole(values):
-        bad = values[(values < 0) | (values > 255) | (values != np.floor(values))].flat[0]
-        raise UserError(f"{folder / name}.npy holds whole numbers from 0 to 255, got {name} {bad}")
-    return np.ascontiguousarray(values, dtype)
-
-
 def _create(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> dict[str, Any]:
     """A file of zeros, sparse if the file system can; returns its entry in the card."""
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    needed, free = math.prod(shape) * dtype.itemsize, shutil.disk_usage(path.parent).free
+    if needed > free:
+        raise UserError(f"{path} needs {needed / 2**30:.1f} GiB, but only {free / 2**30:.1f} GiB are free")
     try:
         with open(path, "wb") as file:
             np.lib.format.write_array_header_1_0(file, header)
-            size = file.tell() + int(np.prod(shape)) * dtype.itemsize
+            size = file.tell() + needed
             file.truncate(size)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
     return {"shape": list(shape), "dtype": dtype.name, "bytes": size}
 
 
-def _write_rows(path: Path, array: np.ndarray, first: int, total: int) -> None:
-    """Write rows of the array in `path`. Not through a memory map: a full disk would then kill the process."""
-    row = array.nbytes // len(array)
+def _write(path: Path, array: np.ndarray, place: int) -> None:
+    """Write bytes of the file `path`. Not through a memory map: a full disk would then kill the process."""
     try:
         with open(path, "r+b") as file:
-            file.seek(os.path.getsize(path) - (total - first) * row)
-            file.write(array.reshape(-1).view(np.uint8).data)
-            file.flush()
+            file.seek(place)
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def _sync(path: Path) -> None:
+    """Have a file on the disk before the card that counts on it."""
+    try:
+        with open(path, "r+b") as file:
             os.fsync(file.fileno())
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None

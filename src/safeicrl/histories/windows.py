@@ -12,7 +12,7 @@ import numpy as np
 
 from safeicrl.envs.api import EnvSpec, Key, record
 from safeicrl.envs.spaces import Box
-from safeicrl.errors import UserError
+from safeicrl.errors import UserError, check_sound
 from safeicrl.nets.decision_transformer import Scales, Steps
 
 
@@ -84,6 +84,11 @@ def _strands(histories: Any, index: int, stride: int) -> tuple[Steps, np.ndarray
         "ctg": to_go(cost, done),
         "time": (np.arange(whole) - first[episode]).astype(np.int16),
     }
+    for name in ("observation", "reward", "cost"):
+        try:
+            check_sound(name, arrays[name])
+        except UserError as error:
+            raise UserError(f"history {index} of {getattr(histories, 'folder', 'the data')}: {error}") from None
     order = np.argsort(episode % stride, kind="stable")
     steps = Steps(**{name: array[order] for name, array in arrays.items()})
     return steps, np.bincount(episode % stride, minlength=stride)

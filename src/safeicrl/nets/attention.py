@@ -65,16 +65,16 @@ def _attend_blocks(q: jax.Array, k: jax.Array, v: jax.Array, trial: jax.Array, w
 def attend_step(q: jax.Array, keys: jax.Array, values: jax.Array, age: jax.Array, clock: jax.Array) -> jax.Array:
     """One query per row against its cache, a ring whose newest entry is slot `clock mod slots`. → [row, head, dim]
 
-    q: [row, head, dim]; keys: [row, head, dim, slot]; values: [row, head, slot, dim]; age: [row] int, how many of
+    q: [row, head, dim]; keys: [row · head, dim, slot]; values: [row · head, slot, dim]; age: [row] int, how many of
     the newest slots the row may see; clock: [] int.
     """
-    slots = keys.shape[-1]
+    slots, (_, heads, dim) = keys.shape[-1], q.shape
     seen = (clock - jnp.arange(slots)) % slots < age[:, None]
-    scores = _weigh("bhd,bhdk->bhk", q, keys) * q.shape[-1] ** -0.5
-    scores = jnp.where(seen[:, None], scores, -jnp.inf)
+    scores = _weigh("nd,ndk->nk", q.reshape(-1, dim), keys) * dim**-0.5  # [row · head, slot]
+    scores = jnp.where(jnp.repeat(seen, heads, axis=0), scores, -jnp.inf)
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     weights = (weights / weights.sum(-1, keepdims=True)).astype(values.dtype)
-    return _weigh("bhk,bhkd->bhd", weights, values).astype(q.dtype)
+    return _weigh("nk,nkd->nd", weights, values).astype(q.dtype).reshape(q.shape)
 
 
 def _weigh(product: str, vector: jax.Array, matrix: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from safeicrl.envs.api import EnvSpec, Key, record
 from safeicrl.envs.spaces import Box, Grid
-from safeicrl.errors import UserError, check_integer, check_number
+from safeicrl.errors import DEEPEST, WIDEST, UserError, check_integer, check_number
 from safeicrl.nets.layers import MLP, LayerNorm, Linear
 
 RAMPS = 6  # of a number to go, each half as wide as the one before: they tell small budgets apart as well as large
@@ -37,8 +37,9 @@ class DecisionConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on a GPU, float32 elsewhere
 
     def __post_init__(self) -> None:
-        for name in ("embedding", "width", "layers", "heads", "context"):
-            check_integer(name, getattr(self, name), 1)
+        for name in ("embedding", "width", "heads", "context"):
+            check_integer(name, getattr(self, name), 1, WIDEST)
+        check_integer("layers", self.layers, 1, DEEPEST)
         if self.width % self.heads:
             raise UserError(f"width must be a multiple of heads, got width {self.width} and heads {self.heads}")
         for name in ("attention_dropout", "residual_dropout", "embedding_dropout"):

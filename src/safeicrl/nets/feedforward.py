@@ -1,6 +1,7 @@
 """A small network that sees only the observation, for ordinary learners (optimisers/lagrangian.py)."""
 
 import itertools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -9,7 +10,15 @@ import numpy as np
 
 from safeicrl.envs.api import EnvSpec, Key, record
 from safeicrl.envs.spaces import Box, Discrete
+from safeicrl.errors import DEEPEST, WIDEST, UserError, check_integer
 from safeicrl.nets.heads import LOG_STD, Categorical, Distribution, TanhNormal
+
+
+def check_hidden(sizes: Any) -> tuple[int, ...]:
+    """Return the sizes of hidden layers if they are a list of sizes, or say what is wrong with them."""
+    if not isinstance(sizes, list | tuple) or len(sizes) > DEEPEST:
+        raise UserError(f"hidden must be a list of at most {DEEPEST} sizes of layers, got {sizes!r:.60}")
+    return tuple(check_integer("hidden", size, 1, WIDEST) for size in sizes)
 
 
 class FeedForward(eqx.Module):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from safeicrl.envs.api import EnvSpec, Key, record
-from safeicrl.errors import UserError, check_integer
+from safeicrl.errors import DEEPEST, MOST_ROWS, WIDEST, UserError, check_integer
 from safeicrl.nets.attention import attend, attend_step
 from safeicrl.nets.layers import MLP, LayerNorm, Linear
 from safeicrl.tokens import Token
@@ -36,11 +36,11 @@ class NetConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on a GPU, float32 elsewhere
 
     def __post_init__(self) -> None:
-        for name in ("width", "layers", "heads", "context"):
-            check_integer(name, getattr(self, name), 1)
-        if check_integer("levels", self.levels, 0) == 1:
+        for name, most in (("width", WIDEST), ("layers", DEEPEST), ("heads", WIDEST), ("context", MOST_ROWS)):
+            check_integer(name, getattr(self, name), 1, most)
+        if check_integer("levels", self.levels, 0, WIDEST) == 1:
             raise UserError("levels must be 0, for a tanh-normal, or at least 2, got 1")
-        check_integer("guard", self.guard, 0)
+        check_integer("guard", self.guard, 0, WIDEST)
         if self.saturate is not None:
             check_integer("saturate", self.saturate, 1)
         if self.width % self.heads:
@@ -57,10 +57,13 @@ class NetConfig:
 
 @record
 class Cache:
-    """Keys and values of past tokens, a ring of slots that all rows fill in step."""
+    """Keys and values of past tokens, a ring of slots that all rows fill in step.
 
-    keys: tuple[jax.Array, ...]  # per layer [row, head, dim, slot]
-    values: tuple[jax.Array, ...]  # per layer [row, head, slot, dim]
+    Rows and heads share an axis: with two of them XLA would copy the whole cache at every step on a CPU.
+    """
+
+    keys: tuple[jax.Array, ...]  # per layer [row · head, dim, slot]
+    values: tuple[jax.Array, ...]  # per layer [row · head, slot, dim]
     clock: jax.Array  # [] int32, tokens read so far; the next goes to slot clock mod slots
     age: jax.Array  # [row] int32, tokens of the row's present trial in the cache
 
@@ -167,8 +170,8 @@ class Transformer(eqx.Module):
         heads, dim = self.config.heads, self.config.width // self.config.heads
         dtype = self.config.compute_dtype
         return Cache(
-            keys=tuple(jnp.zeros((rows, heads, dim, slots), dtype) for _ in self.blocks),
-            values=tuple(jnp.zeros((rows, heads, slots, dim), dtype) for _ in self.blocks),
+            keys=tuple(jnp.zeros((rows * heads, dim, slots), dtype) for _ in self.blocks),
+            values=tuple(jnp.zeros((rows * heads, slots, dim), dtype) for _ in self.blocks),
             clock=jnp.int32(0),
             age=jnp.zeros(rows, jnp.int32),
         )
@@ -179,8 +182,8 @@ class Transformer(eqx.Module):
         if more <= 0:
             return cache
         return Cache(
-            keys=tuple(jnp.pad(k, ((0, 0), (0, 0), (0, 0), (0, more))) for k in cache.keys),
-            values=tuple(jnp.pad(v, ((0, 0), (0, 0), (0, more), (0, 0))) for v in cache.values),
+            keys=tuple(jnp.pad(k, ((0, 0), (0, 0), (0, more))) for k in cache.keys),
+            values=tuple(jnp.pad(v, ((0, 0), (0, more), (0, 0))) for v in cache.values),
             clock=cache.clock,
             age=cache.age,
         )
@@ -194,8 +197,9 @@ class Transformer(eqx.Module):
         keys, values = [], []
         for block, k_past, v_past in zip(self.blocks, cache.keys, cache.values, strict=True):
             q, k, v = block.split(x)
-            keys.append(jax.lax.dynamic_update_slice(k_past, k[..., None], (0, 0, 0, slot)))
-            values.append(jax.lax.dynamic_update_slice(v_past, v[:, :, None], (0, 0, slot, 0)))
+            k, v = (x.reshape(-1, x.shape[-1]) for x in (k, v))  # [row · head, dim]
+            keys.append(jax.lax.dynamic_update_slice(k_past, k[:, :, None], (0, 0, slot)))
+            values.append(jax.lax.dynamic_update_slice(v_past, v[:, None], (0, slot, 0)))
             x = block.finish(x, attend_step(q, keys[-1], values[-1], age, cache.clock))
         cache = Cache(keys=tuple(keys), values=tuple(values), clock=cache.clock + 1, age=age)
         return cache, self.norm_out(x)

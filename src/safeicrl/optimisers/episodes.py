@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, record
+from safeicrl.envs.faults import find_fault
 from safeicrl.envs.spaces import Discrete, Grid
 from safeicrl.nets.feedforward import Actor, Normaliser, encode
 from safeicrl.nets.heads import Categorical, Distribution
@@ -44,6 +45,22 @@ class Played:
     def lengths(self) -> jax.Array:
         """Steps, [task, episode]."""
         return self.valid.sum(-1)
+
+
+def first_fault(played: Played) -> jax.Array:
+    """The first number of the environment that breaks its contract, for each task, [task, 5] (envs/faults.py)."""
+
+    def of_task(played: Played) -> jax.Array:
+        episodes, steps = played.valid.shape
+        return find_fault(
+            cost=played.cost, reward=played.reward, observation=played.observation, first=played.observation,
+            start=jnp.zeros_like(played.valid), valid=played.valid,
+            episode=jnp.broadcast_to(jnp.arange(episodes)[:, None], (episodes, steps)),
+            time=jnp.broadcast_to(jnp.arange(steps), (episodes, steps)),
+        )  # fmt: skip
+
+    found = jax.vmap(of_task)(played)
+    return found.at[:, 1].set(jnp.arange(len(found)))
 
 
 def play(env: Env, act: Act, tasks: PyTree, key: Key, episodes: int) -> Played:

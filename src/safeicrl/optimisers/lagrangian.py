@@ -19,12 +19,14 @@ import optax
 from safeicrl.agents.mlp import MlpAgent
 from safeicrl.budgets import is_over
 from safeicrl.envs.api import Env, Key, PyTree, record, replace
+from safeicrl.envs.faults import find_fault
 from safeicrl.envs.spaces import Grid
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.feedforward import (
     FeedForward,
     Normaliser,
     action_outputs,
+    check_hidden,
     distribution,
     encode,
     evaluate_all,
@@ -63,8 +65,8 @@ class PPOLagConfig:
     def __post_init__(self) -> None:
         for name in ("iterations", "envs", "steps", "epochs", "minibatches"):
             check_integer(name, getattr(self, name), 1)
-        for size in self.hidden:
-            check_integer("hidden", size, 1)
+        check_hidden(self.hidden)
+        check_integer("envs · steps", self.envs * self.steps, 1)
         for name in ("learning_rate", "clip", "max_grad", "multiplier_cap"):
             check_number(name, getattr(self, name), 0.0, strict=True)
         for name in ("entropy", "multiplier", "multiplier_rate", "multiplier_gain"):
@@ -214,6 +216,7 @@ class Learner:
             "budget": jnp.asarray(limit, jnp.float32),
             "lambda": price,
             "episodes": ended,
+            "fault": first_fault(played),
         }
         return state, played, metrics
 
@@ -357,6 +360,19 @@ def rescale(params: Params, factor: jax.Array) -> Params:
     weight, bias = last(params.nets)
     nets = eqx.tree_at(last, params.nets, (weight * by[:, None, None], bias * by[:, None]))
     return replace(params, nets=nets)
+
+
+def first_fault(played: Rollout) -> jax.Array:
+    """The first number of the environment that breaks its contract, as `envs.faults.find_fault` gives it.
+
+    A step is that of the iteration: a learner does not count the steps of its episodes.
+    """
+    everywhere = jnp.ones_like(played.done)
+    steps = jnp.broadcast_to(jnp.arange(played.done.shape[0])[:, None], played.done.shape)
+    return find_fault(
+        cost=played.cost, reward=played.reward, observation=played.final_observation, first=played.observation,
+        start=everywhere, valid=everywhere, episode=jnp.full_like(steps, -1), time=steps,
+    )  # fmt: skip
 
 
 def summarise_ends(played: Rollout, limit: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:

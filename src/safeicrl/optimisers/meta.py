@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from safeicrl.budgets import is_over
 from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, record, replace
+from safeicrl.envs.faults import NO_FAULT, NONE, first_of
 from safeicrl.envs.spaces import Box
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.feedforward import (
@@ -23,13 +24,14 @@ from safeicrl.nets.feedforward import (
     FeedForward,
     Normaliser,
     action_outputs,
+    check_hidden,
     encode,
     evaluate_all,
     first_normaliser,
 )
 from safeicrl.nets.heads import Distribution
 from safeicrl.optimisers.critics import CriticConfig, lbfgs
-from safeicrl.optimisers.episodes import Played, Points, View, play
+from safeicrl.optimisers.episodes import Played, Points, View, first_fault, play
 from safeicrl.optimisers.trust_region import TrustRegionConfig
 from safeicrl.returns import gae, shift
 from safeicrl.tokens import Token, usable_budget
@@ -59,8 +61,7 @@ class MetaConfig:
         check_integer("fresh_episodes", self.fresh_episodes, 0)
         if self.updates is not None:
             check_integer("updates", self.updates, 0)
-        for size in self.hidden:
-            check_integer("hidden", size, 1)
+        check_hidden(self.hidden)
         check_number("log_std", self.log_std, -10.0)
         for name in ("discount", "trace"):
             if check_number(name, getattr(self, name), 0.0) > 1:
@@ -204,6 +205,7 @@ class Spent:
     steps: jax.Array  # int32, environment steps
     cost: jax.Array  # summed over these episodes
     over: jax.Array  # int32, episodes over the budget
+    fault: jax.Array  # [trial, update, 5] of these episodes or the one that counts, see envs/faults.py
 
 
 class MetaAgent(eqx.Module):
@@ -288,6 +290,8 @@ class MetaAgent(eqx.Module):
             if last > 0:
                 skip = lambda carry, played, key: (carry, spent)  # noqa: E731
                 carry, spent = jax.lax.cond(number < last, update, skip, carry, played, update_key)
+            fault = jnp.where(spent.fault[:, :1] == NONE, first_fault(played), spent.fault).at[:, 2].set(number)
+            spent = replace(spent, fault=fault)
             return carry, (played.returns[:, 0], played.costs[:, 0], played.lengths[:, 0], spent)
 
         with jax.default_matmul_precision("highest"):
@@ -297,12 +301,13 @@ class MetaAgent(eqx.Module):
             returns=returns.T, costs=costs.T, lengths=lengths.T.astype(jnp.float32),
             budgets=jnp.broadcast_to(usable[:, None], (rows, episodes)), played=jnp.ones((rows, episodes), bool),
         )  # fmt: skip
-        return found, jax.tree.map(lambda x: x.T, spent)
+        return found, jax.tree.map(lambda x: x.swapaxes(0, 1), spent)
 
 
 def _nothing(rows: int) -> Spent:
     zero = jnp.zeros(rows, jnp.int32)
-    return Spent(updates=zero, episodes=zero, steps=zero, cost=jnp.zeros(rows), over=zero)
+    fault = jnp.broadcast_to(NO_FAULT, (rows, len(NO_FAULT)))
+    return Spent(updates=zero, episodes=zero, steps=zero, cost=jnp.zeros(rows), over=zero, fault=fault)
 
 
 def _spent(played: Played, budgets: jax.Array) -> Spent:
@@ -313,6 +318,7 @@ def _spent(played: Played, budgets: jax.Array) -> Spent:
         steps=played.lengths.sum(-1).astype(jnp.int32),
         cost=played.costs.sum(-1),
         over=is_over(played.costs, budgets[:, None]).sum(-1).astype(jnp.int32),
+        fault=first_fault(played),
     )
 
 
@@ -429,4 +435,5 @@ def _report(before: Played, after: Played, found: Iteration) -> dict[str, jax.Ar
         "over_budget_before": over(before),
         "reward_critic_loss": found.after.critic_loss[:, 0].mean(),
         "cost_critic_loss": found.after.critic_loss[:, 1].mean(),
+        "fault": first_of(jnp.stack([first_fault(before), first_fault(after)])),
     }

@@ -1,7 +1,8 @@
 """A released policy on disk: its arrays, the card that describes it, and the evaluation in the card."""
 
+import hashlib
+import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ from safeicrl.envs.api import PyTree
 from safeicrl.errors import UserError, check_number, check_risk
 from safeicrl.evaluation.archive import save_results
 from safeicrl.evaluation.results import Results
-from safeicrl.files import make_folder, read_json, write_json
-from safeicrl.policies.checkpoint import FORMAT, save
+from safeicrl.files import make_folder, plain, read_json, sync_folder, temporary, write_json
+from safeicrl.policies.checkpoint import save, stored_digest
 from safeicrl.version import VERSION
+
+CARD_FORMAT = 2  # 1: cards without digests, which are still read
 
 
 def save_policy(path: Path, agent: PyTree, card: dict[str, Any], evaluation: Results | None = None) -> None:
@@ -21,21 +24,35 @@ def save_policy(path: Path, agent: PyTree, card: dict[str, Any], evaluation: Res
     All files are written before the first one is replaced, so a full disk never leaves files of two policies.
     """
     make_folder(path.parent)
-    try:
-        with tempfile.TemporaryDirectory(prefix=f".{path.stem}.", dir=path.parent) as folder:
-            new = Path(folder) / path.name
-            try:
-                save(new, agent, kind="policy", meta={})
-                write_json(new.with_suffix(".json"), {**card, "format": FORMAT})
-                files = [new, new.with_suffix(".json")]
-                if evaluation is not None:
-                    files += save_results(evaluation, new.with_name(f"{path.stem}-evaluation"))
-            except UserError as error:  # its message names the temporary folder
-                raise UserError(str(error).replace(str(new.parent), str(path.parent))) from None
+    with temporary(path) as folder:
+        new = folder / path.name
+        try:
+            save(new, agent, kind="policy", meta={})
+            write_card(new, card)
+            files = [new, new.with_suffix(".json")]
+            if evaluation is not None:
+                files += save_results(evaluation, new.with_name(f"{path.stem}-evaluation"))
+        except UserError as error:  # its message names the temporary folder
+            raise UserError(str(error).replace(str(new.parent), str(path.parent))) from None
+        try:
             for file in files:
                 os.replace(file, path.with_name(file.name))
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+            sync_folder(path.parent)
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def write_card(path: Path, card: dict[str, Any]) -> None:
+    """Write the card of the policy in the file `path`, with a digest of the card and one of the policy's arrays."""
+    card = {**{key: value for key, value in card.items() if key != "digests"}, "format": CARD_FORMAT}
+    digests = {"card": _digest(card), "policy": stored_digest(path)}
+    write_json(path.with_suffix(".json"), {**card, "digests": digests})
+
+
+def _digest(card: dict[str, Any]) -> str:
+    """SHA-256 of everything in a card but its digests, whatever the order and the layout."""
+    own = {key: value for key, value in card.items() if key != "digests"}
+    return hashlib.sha256(json.dumps(plain(own), sort_keys=True).encode()).hexdigest()
 
 
 # The fields of a card that are read, if they are there: type, type of the items, and both in words.
@@ -58,10 +75,12 @@ def read_card(path: Path) -> dict[str, Any]:
     card = read_json(file, "policy card")
     if not isinstance(card, dict) or not {"kind", "env", "format"} <= card.keys():
         raise UserError(f"{file} is not a policy card: it needs 'kind', 'env' and 'format'")
-    if card["format"] != FORMAT:
+    if card["format"] not in (1, CARD_FORMAT):
         raise UserError(
-            f"{file} has format {card['format']}, this version of safeicrl ({VERSION}) reads format {FORMAT}"
+            f"{file} has format {card['format']!r:.60}, this version of safeicrl ({VERSION}) reads {CARD_FORMAT}"
         )
+    if card["format"] == CARD_FORMAT:
+        _verify(path, card)
     for field, (own, items, words) in FIELDS.items():
         if field not in card:
             continue
@@ -72,3 +91,13 @@ def read_card(path: Path) -> dict[str, Any]:
     if "temperature" in card:
         check_number(f"{file}: 'temperature'", card["temperature"], 0.0)
     return card
+
+
+def _verify(path: Path, card: dict[str, Any]) -> None:
+    """Take the digests from a card; refused if the card was changed, or is of other arrays than those beside it."""
+    file, digests = path.with_suffix(".json"), card.pop("digests", None)
+    if not isinstance(digests, dict) or digests.get("card") != _digest(card):
+        raise UserError(f"{file} is damaged or was edited: its digest differs; safeicrl export writes a new card")
+    weights = path.with_suffix(".safetensors") if path.suffix == ".json" else path
+    if weights.exists() and digests.get("policy") != stored_digest(weights):
+        raise UserError(f"{file} is the card of another policy than the one in {weights.name}")

@@ -22,6 +22,7 @@ from safeicrl.envs.spaces import Discrete
 from safeicrl.errors import UserError, check_integer, unknown_name
 from safeicrl.files import RECIPE
 from safeicrl.nets.decision_transformer import DecisionConfig, DecisionNet, unit_scales
+from safeicrl.nets.feedforward import check_hidden
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers.meta import MetaAgent
@@ -107,7 +108,7 @@ def _decision(card: dict[str, Any], env: Env) -> Agent:
 
 
 def _mlp(card: dict[str, Any], env: Env) -> Agent:
-    return MlpAgent.build(env.spec, tuple(card["hidden"]))
+    return MlpAgent.build(env.spec, check_hidden(card["hidden"]))
 
 
 def _maml_penalty(card: dict[str, Any], env: Env) -> Agent:

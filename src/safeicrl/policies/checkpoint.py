@@ -19,10 +19,11 @@ from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
 from safeicrl.envs.api import PyTree
 from safeicrl.errors import UserError
-from safeicrl.files import atomic_write, plain
+from safeicrl.files import atomic_write, parse_json, plain
 from safeicrl.version import VERSION
 
 FORMAT = 1  # one more when older files can no longer be read
+HEADER_BYTES = 2**27  # the longest header that safetensors allows, about
 
 # safetensors' own NumPy functions do not know bfloat16
 DTYPES = {
@@ -71,7 +72,20 @@ def read(path: Path, *, kind: str) -> tuple[dict[str, np.ndarray], dict[str, Any
         raise UserError(f"{path} is damaged and cannot be read as a {kind}") from None
     if _digest(arrays, header["meta"]) != header["sha256"]:
         raise UserError(f"{path} is damaged: its SHA-256 differs from the one written with it")
-    return arrays, json.loads(header["meta"])
+    try:
+        return arrays, dict(parse_json(header["meta"]))
+    except (ValueError, TypeError):
+        raise UserError(f"{path} is not a {kind} of safeicrl: its metadata cannot be read") from None
+
+
+def stored_digest(path: Path) -> str | None:
+    """The SHA-256 that a file says it has, from its header alone; None if it says nothing."""
+    try:
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            return str(parse_json(file.read(min(length, HEADER_BYTES)))["__metadata__"]["sha256"])
+    except (OSError, ValueError, KeyError, TypeError, struct.error):
+        return None
 
 
 def named_arrays(tree: PyTree) -> dict[str, Any]:
@@ -96,7 +110,7 @@ def _header(path: Path, data: bytes, kind: str) -> dict[str, str]:
     if not data[8:].startswith(b"{"):
         raise no
     try:
-        entries = json.loads(data[8 : 8 + length])
+        entries = parse_json(data[8 : 8 + length])
         header = entries.pop("__metadata__")
         size = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         form = header["format"]
@@ -109,7 +123,7 @@ def _header(path: Path, data: bytes, kind: str) -> dict[str, str]:
             f"{path} has format {form}, this version of safeicrl ({VERSION}) reads format {FORMAT}; "
             f"use the version that wrote it"
         )
-    if not {"kind", "meta", "sha256"} <= header.keys():
+    if not all(isinstance(header.get(name), str) for name in ("kind", "meta", "sha256")):
         raise no
     if header["kind"] != kind:
         raise UserError(f"{path} is a {header['kind']}, not a {kind}")

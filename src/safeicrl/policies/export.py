@@ -16,6 +16,7 @@ from safeicrl.envs.registry import env_from_plain, env_to_plain
 from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import load_results
 from safeicrl.evaluation.statistics import Summary, rank, summarise
+from safeicrl.files import check_output
 from safeicrl.policies.cards import read_card, save_policy
 from safeicrl.policies.catalogue import (
     HUB,
@@ -56,6 +57,7 @@ def export_policy(
     are the parameters in which the target environment differs from that of training.
     """
     target, source = _target(Path(out), overwrite), _source(name_or_path, seed)
+    check_output(target)
     card = read_card(source)
     own, agent = load_agent(source, card)
     if average:

@@ -101,12 +101,12 @@ class _Step:
         forgot = self.op("Where", first, self.const(np.int64(0)), age)
         now = self.op("Min", self.op("Add", forgot, self.const(np.int64(1))), self.const(np.int64(self.slots)))
         here = self.op("Mod", clock, self.const(np.int64(self.slots)))
+        slot = self.op("Reshape", here, self.const(np.ones(4, np.int64)))
         index = self.const(np.arange(self.slots))
-        written = self.op("Equal", index, here)  # [slot]
         back = self.op("Mod", self.op("Sub", clock, index), self.const(np.int64(self.slots)))  # [slot] tokens ago
         seen = self.op("Less", back, self.op("Unsqueeze", now, self.const(np.array([1]))))  # [row, slot]
         for layer, block in enumerate(self.net.trunk.blocks):
-            x = self.block(layer, block, x, written, self.op("Unsqueeze", seen, self.const(np.array([1, 2]))))
+            x = self.block(layer, block, x, slot, self.op("Unsqueeze", seen, self.const(np.array([1, 2]))))
         features = self.norm(self.net.trunk.norm_out, x)
         self.output("new_clock", self.op("Add", clock, self.const(np.int64(1))), np.int64, [])
         self.output("new_age", now, np.int64, ["row"])
@@ -177,7 +177,7 @@ class _Step:
 
     # -- the network ----------------------------------------------------------------------------------------
 
-    def block(self, layer: int, block: Block, x: str, written: str, seen: str) -> str:
+    def block(self, layer: int, block: Block, x: str, slot: str, seen: str) -> str:
         """Attention over the cache with this step's keys and values in it, then the MLP."""
         config, slots = self.config, self.slots
         heads, size = config.heads, config.width // config.heads
@@ -190,10 +190,13 @@ class _Step:
             self.op("Reshape", part, shape(*tail))
             for part, tail in zip(parts, ((1, size), (size, 1), (1, size)), strict=True)
         )
-        keys = self.op("Where", written, k, keys, out=f"new_keys_{layer}")
+        # a copy and a few writes: onnxruntime's Where of the same takes several times as long
+        put = lambda cache, new, axis, name: self.op(  # noqa: E731
+            "ScatterElements", cache, self.op("Expand", slot, self.op("Shape", new)), new, axis=axis, out=name
+        )
+        keys = put(keys, k, 3, f"new_keys_{layer}")
         self.output(f"new_keys_{layer}", keys, np.float32, ["row", heads, size, slots])
-        down = self.op("Reshape", written, self.const(np.array([slots, 1])))
-        values = self.op("Where", down, v, values, out=f"new_values_{layer}")
+        values = put(values, v, 2, f"new_values_{layer}")
         self.output(f"new_values_{layer}", values, np.float32, ["row", heads, slots, size])
         scores = self.op("Mul", self.op("MatMul", q, keys), self.const(np.float32(size**-0.5)))
         scores = self.op("Where", seen, scores, self.const(np.float32(-np.inf)))

@@ -1,11 +1,11 @@
 """A frozen, pretrained agent for any loop: `load_policy(name_or_path)`, then `start` and `act`.
 
-policy = safeicrl.load_policy("safe-dark-room")
-policy.start(budget=3)
-action = policy.act(observation)
-while True:
-    ...  # step the world; when an episode has ended, reset it
-    action = policy.act(observation, reward, cost, terminated, truncated)
+    policy = safeicrl.load_policy("safe-dark-room")
+    policy.start(budget=3)
+    action = policy.act(observation)
+    while True:
+        ...  # step the world; when an episode has ended, reset it
+        action = policy.act(observation, reward, cost, terminated, truncated)
 
 A policy plays one trial at a time, in one thread at a time. `copy.copy(policy)` is another one, with the same
 weights and without a trial. docs/deploy.md has all of it: budgets that change, saved contexts, the hard stop.
@@ -13,11 +13,12 @@ weights and without a trial. docs/deploy.md has all of it: budgets that change, 
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -26,7 +27,15 @@ import numpy as np
 
 from safeicrl.agents.api import Agent, with_options
 from safeicrl.envs.api import Env, Key, PyTree
-from safeicrl.errors import BeyondTraining, UserError, check_budget, check_integer, check_seed
+from safeicrl.errors import (
+    MOST_ROWS,
+    BeyondTraining,
+    UserError,
+    check_budget,
+    check_integer,
+    check_seed,
+    check_sound,
+)
 from safeicrl.policies import contexts
 from safeicrl.policies.cards import read_card
 from safeicrl.policies.catalogue import find_policy, load_agent, trained_env, trained_episodes
@@ -62,6 +71,7 @@ class _Trial:
     batched: bool
     budget: jax.Array  # [row]
     agent: Agent  # with the risk of this trial
+    ready: "_Ready"  # the same, as its compiled program takes it
     memory: PyTree
     key: Key
     fallback: np.ndarray | None = None  # the action that takes over once a budget is used up
@@ -141,7 +151,7 @@ class Policy:
         agent, _ = with_options(self.env, self.agent, risk=risk, guard=guard)
         budgets = check_budget(budget)
         batched = batch is not None or budgets.ndim > 0
-        rows = check_integer("batch", batch if batch is not None else budgets.size, 1)
+        rows = check_integer("batch", batch if batch is not None else budgets.size, 1, MOST_ROWS)
         budgets = _budget_per_row(budgets, rows)
         key = jax.random.key(check_seed(seed))
         stand_in = None if fallback is None else self.env.spec.action.check_action(fallback)
@@ -150,7 +160,7 @@ class Policy:
             self._trial = _Trial(
                 batched=batched,
                 budget=usable_budget(jnp.asarray(budgets), self.env.spec),
-                agent=_with_risk_as_array(agent),
+                **_for_trial(agent),
                 memory=_remember(agent, rows, self.env.spec.trial_steps),
                 key=key,
                 fallback=stand_in,
@@ -165,14 +175,14 @@ class Policy:
         """
         with self._alone():
             trial = self._running("change")
-            agent = trial.agent
+            made = {}
             if risk is not None:
-                agent = _with_risk_as_array(with_options(self.env, self.agent, risk=risk)[0])
+                made = _for_trial(with_options(self.env, self.agent, risk=risk)[0])
             if budget is not None:
                 budgets = _budget_per_row(check_budget(budget), len(trial.budget))
                 self.warn_beyond(budgets=budgets)
                 trial.budget = usable_budget(jnp.asarray(budgets), self.env.spec)
-            trial.agent = agent
+            vars(trial).update(made)
 
     def act(
         self,
@@ -190,7 +200,7 @@ class Policy:
         with self._alone():
             trial = self._running("act")
             token = self._token(trial, observation, reward, cost, terminated, truncated)
-            trial.memory, trial.key, chosen, said = _act((trial.agent, token, trial.key), trial.memory)
+            trial.memory, trial.key, chosen, said = _act((trial.ready, token, trial.key), trial.memory)
             trial.token, trial.guard = token, _reported(trial.guard, said)
             trial.action = np.asarray(chosen)
             if trial.fallback is not None:
@@ -267,7 +277,7 @@ class Policy:
         with self._alone():
             self._trial = _Trial(
                 batched=meta["batched"],
-                agent=_with_risk_as_array(agent),
+                **_for_trial(agent),
                 warned=meta["warned"],
                 **_restored(arrays),
             )
@@ -344,8 +354,6 @@ class Policy:
             return _first(self.env, jnp.asarray(seen), trial.budget)
         reward = _numbers("reward", reward, trial.batched, rows)
         cost = _numbers("cost", cost, trial.batched, rows)
-        if (cost < 0).any():
-            raise UserError(f"cost must be ≥ 0, got {cost.min()}")
         ended = _flags("terminated", terminated, trial.batched, rows) | _flags(
             "truncated", truncated, trial.batched, rows
         )
@@ -358,9 +366,7 @@ class Policy:
         values = _array("observation", observation)
         if values.shape != shape:
             raise UserError(f"observation must have shape {shape}, got {values.shape}")
-        if not np.isfinite(values).all():
-            raise UserError(f"observation must be finite, got {observation!r}")
-        return space.check_observation(values).reshape(rows, *space.shape)
+        return space.check_observation(check_sound("observation", values)).reshape(rows, *space.shape)
 
 
 ROUNDING = 1e-4  # of a sum of costs, in units
@@ -429,7 +435,8 @@ def _array(name: str, value: Any) -> np.ndarray:
         array = np.asarray(value)
         if array.dtype.kind not in "iufb":
             raise ValueError
-        return array.astype(np.float32)
+        with np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused as such
+            return array.astype(np.float32)
     except (TypeError, ValueError):
         raise UserError(f"{name} must be made of numbers, got {value!r}") from None
 
@@ -442,14 +449,15 @@ def _numbers(name: str, value: Any, batched: bool, rows: int) -> np.ndarray:
     if array.shape != ((rows,) if batched else ()):
         expected = f"one number for each of {rows} rows" if batched else "one number"
         raise UserError(f"{name} must be {expected}, got shape {array.shape}")
-    if not np.isfinite(array).all():
-        raise UserError(f"{name} must be finite, got {value!r}")
-    return array.reshape(rows)
+    return check_sound(name, array).reshape(rows)
 
 
 def _flags(name: str, value: Any, batched: bool, rows: int) -> np.ndarray:
     """A flag per row, [row] bool; a single one holds for all rows."""
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, OverflowError):  # a ragged list
+        array = np.array(None)
     if array.dtype.kind not in "biu" or array.shape not in ((), (rows,) if batched else ()):
         raise UserError(
             f"{name} must be true or false" + (f", or {rows} of them" if batched else "") + f", got {value!r}"
@@ -471,20 +479,48 @@ def _remember(agent: Agent, rows: int, steps: int) -> PyTree:
     return agent.extend(agent.init(None, rows), steps)
 
 
-@eqx.filter_jit(donate="all-except-first")
-def _act(agent_token_key: tuple[Agent, Token, Key], memory: PyTree) -> tuple[PyTree, Key, jax.Array, PyTree]:
+class _Ready(NamedTuple):
+    """An agent taken apart once, at the start of a trial: `eqx.filter_jit` would do it at every step, for longer
+    than the step itself takes."""
+
+    arrays: list[jax.Array]
+    program: Callable[[list[jax.Array], Token, Key, PyTree], tuple]
+
+
+def _act(ready_token_key: tuple[_Ready, Token, Key], memory: PyTree) -> tuple[PyTree, Key, jax.Array, PyTree]:
     """One step of the agent, whose memory (a KV cache) is updated in place; last, what its guard said, if any."""
-    agent, token, key = agent_token_key
-    next_key, key = jax.random.split(key)
-    memory, action, extras = agent.act(memory, token, key)
-    said = {name: extras[name] for name in ("risk", "stepped_in") if isinstance(extras, dict) and name in extras}
-    return memory, next_key, action, said
+    ready, token, key = ready_token_key
+    return ready.program(ready.arrays, token, key, memory)
 
 
-def _with_risk_as_array(agent: Agent) -> Agent:
-    """As an argument of the compiled step and not a constant in it: another risk compiles nothing."""
+@functools.lru_cache(maxsize=64)
+def _program(structure: Any, others: tuple, form: Any) -> Callable:
+    """The compiled step of all agents that differ in their arrays only."""
+
+    @functools.partial(jax.jit, donate_argnums=3)
+    def act(arrays: list[jax.Array], token: Token, key: Key, memory: PyTree) -> tuple:
+        agent = eqx.combine(jax.tree.unflatten(structure, arrays), jax.tree.unflatten(form, others))
+        next_key, key = jax.random.split(key)
+        memory, action, extras = agent.act(memory, token, key)
+        said = {
+            name: extras[name] for name in ("risk", "stepped_in") if isinstance(extras, dict) and name in extras
+        }
+        return memory, next_key, action, said
+
+    return act
+
+
+def _for_trial(agent: Agent) -> dict[str, Any]:
+    """The fields `agent` and `ready` of a trial.
+
+    The risk is an array, an argument of the compiled step and not a constant in it: another risk compiles nothing.
+    """
     risk = getattr(agent, "risk", None)
-    return agent if risk is None else dataclasses.replace(agent, risk=jnp.float32(risk))  # type: ignore[type-var]
+    if risk is not None:
+        agent = dataclasses.replace(agent, risk=jnp.float32(risk))  # type: ignore[type-var]
+    arrays, static = eqx.partition(agent, eqx.is_array)
+    (leaves, structure), (others, form) = jax.tree.flatten(arrays), jax.tree.flatten(static)
+    return {"agent": agent, "ready": _Ready(arrays=leaves, program=_program(structure, tuple(others), form))}
 
 
 def _reported(before: GuardReport | None, said: dict[str, jax.Array]) -> GuardReport | None:

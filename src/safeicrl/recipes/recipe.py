@@ -96,8 +96,15 @@ def save_recipe(folder: Path, recipe: Recipe, done: list[dict[str, Any]], *, exp
 
 def load_progress(folder: Path) -> tuple[list[dict[str, Any]], bool]:
     """What `save_recipe` was told about a run in `folder`: the finished stages, and whether the policy is there."""
-    saved = read_json(folder / RECIPE, "training run")
-    return saved.get("done", []), saved.get("exported", False)
+    path = folder / RECIPE
+    saved = read_json(path, "training run")
+    try:
+        done, exported = saved.get("done", []), bool(saved.get("exported", False))
+        for entry in done:
+            check_integer("iterations of a stage", entry["iterations"], 0)
+        return list(done), exported
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not a recipe: {error!r}") from None
 
 
 def load_experiment(folder: Path) -> Experiment:

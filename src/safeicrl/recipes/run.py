@@ -19,14 +19,15 @@ from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import load_results
 from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.statistics import summarise
-from safeicrl.files import RECIPE
+from safeicrl.files import RECIPE, owned
 from safeicrl.log import Terminal
 from safeicrl.policies.cards import read_card, save_policy
 from safeicrl.policies.catalogue import changed_env, load_agent, run_policies
 from safeicrl.policies.contenders import released
 from safeicrl.policies.export import best_seed, export_policy
 from safeicrl.recipes.recipe import Recipe, load_progress, load_recipe, save_recipe
-from safeicrl.train import EvalConfig, Status, train
+from safeicrl.signals import StopRequest
+from safeicrl.train import CHECKPOINT, EvalConfig, Status, train
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +40,23 @@ class Ran:
     iterations: int  # in all stages
 
 
-def run_recipe(recipe: Recipe, *, out: str | Path, resume: bool = False, console: Console | None = None) -> Ran:
-    """Train in the folder `out`; `resume` continues the run that is there."""
+def run_recipe(
+    recipe: Recipe,
+    *,
+    out: str | Path,
+    resume: bool = False,
+    console: Console | None = None,
+    stop: StopRequest | None = None,
+) -> Ran:
+    """Train in the folder `out`; `resume` continues the run that is there; a signal to `stop` ends it early."""
     folder = Path(out)
-    if not resume and any((folder / name).exists() for name in (RECIPE, "checkpoint.safetensors")):
+    if not resume and any((folder / name).exists() for name in (RECIPE, CHECKPOINT)):
         raise UserError(f"{folder} holds a run already: resume it or choose another folder")
     if len(recipe.stages) > 1:
-        return _run_stages(recipe, folder, resume, Terminal(console))
+        with owned(folder):
+            return _run_stages(recipe, folder, resume, Terminal(console), stop or StopRequest())
     experiment = recipe.stages[0].experiment
-    trained = train(experiment.build(), experiment.train, out=folder, resume=resume, console=console)
+    trained = train(experiment.build(), experiment.train, out=folder, resume=resume, console=console, stop=stop)
     return Ran(
         folder=folder,
         finished=trained.finished,
@@ -56,7 +65,7 @@ def run_recipe(recipe: Recipe, *, out: str | Path, resume: bool = False, console
     )
 
 
-def _run_stages(recipe: Recipe, folder: Path, resume: bool, terminal: Terminal) -> Ran:
+def _run_stages(recipe: Recipe, folder: Path, resume: bool, terminal: Terminal, stop: StopRequest) -> Ran:
     done, exported = load_progress(folder) if resume else ([], False)
     # finished stages are stored as they ran, whatever options the run is resumed with
     before = load_recipe(folder).stages[: len(done)] if resume else ()
@@ -66,7 +75,7 @@ def _run_stages(recipe: Recipe, folder: Path, resume: bool, terminal: Terminal) 
     for index in range(len(done), len(recipe.stages)):
         name = recipe.stages[index].name
         terminal.say(f"stage {index + 1} of {len(recipe.stages)}: {name}")
-        status, finished = _train_stage(recipe, folder, index, terminal.console)
+        status, finished = _train_stage(recipe, folder, index, terminal.console, stop)
         minutes = math.ceil(status.seconds / 6) / 10
         entry = {"stage": name, "iterations": status.iteration, "env_steps": status.env_steps, "minutes": minutes}
         if not finished:
@@ -98,7 +107,9 @@ def _iterations(entries: list[dict[str, Any]]) -> int:
     return sum(entry["iterations"] for entry in entries)
 
 
-def _train_stage(recipe: Recipe, folder: Path, index: int, console: Console) -> tuple[Status, bool]:
+def _train_stage(
+    recipe: Recipe, folder: Path, index: int, console: Console, stop: StopRequest
+) -> tuple[Status, bool]:
     """Begin one stage or continue it; returns its status, and whether it is finished.
 
     Its train state is not returned, so that its memory is free for the next stage.
@@ -107,8 +118,8 @@ def _train_stage(recipe: Recipe, folder: Path, index: int, console: Console) -> 
     settings = experiment.train
     if index > 0:
         settings = dataclasses.replace(settings, start=str(folder / recipe.folders[index - 1]))
-    begun = (here / "checkpoint.safetensors").exists()
-    trained = train(experiment.build(), settings, out=here, resume=begun, console=console)
+    begun = (here / CHECKPOINT).exists()
+    trained = train(experiment.build(), settings, out=here, resume=begun, console=console, stop=stop)
     return trained.status, trained.finished
 
 

@@ -1,5 +1,6 @@
 """The demo: the pretrained agent, if there is one, beside the reference agents, on tasks nobody has seen."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -104,7 +105,8 @@ def contenders(env: Env | None = None, *, world: str = "room", policy: str | Non
 
 
 def _slug(label: str) -> str:
-    return label.replace(",", "").replace(" ", "-")
+    """A file's name for a label, which may come from a stranger's card."""
+    return re.sub(r"[^\w.-]+", "-", label.replace(",", "")).lstrip(".")[:80] or "agent"
 
 
 def _say_where(console: Console, out: Path, files: list[Path]) -> None:
