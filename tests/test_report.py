@@ -90,8 +90,9 @@ def test_the_numbers_of_the_page_are_those_of_the_files(room):
     (row,) = table.rows
     assert row[:3] == ["SCARED", "4", "2"]
     assert row[3] == "2.5 ± 0.5"
-    assert row[5] == "3 → 0.5"
-    assert row[6:] == ["8.3% / 0.0%", "25%"]
+    assert row[4] == "2.5 [2, 3]"  # the middle half of four 2s and four 3s; a sample may hold one seed only
+    assert row[6] == "3 → 0.5"
+    assert row[7:] == ["8.3% / 0.0%", "25%"]
 
 
 def test_budgets_are_told_apart_and_the_largest_cost_is_of_a_trial(room):

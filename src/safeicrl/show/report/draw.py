@@ -11,12 +11,13 @@ from matplotlib.patches import Circle
 from safeicrl.evaluation import plots
 from safeicrl.evaluation.plots import PALETTE, STYLE, Groups
 from safeicrl.evaluation.results import Results
-from safeicrl.evaluation.statistics import budget_bins, standard_error, summarise
+from safeicrl.evaluation.statistics import bootstrap, budget_bins, standard_error, summarise
 from safeicrl.show.report.content import Drawing, Found, Grid, Shown
 
 ALPHA = 0.5  # the paper's
 SIZE = 9  # of the paper's room
 TASKS = 3  # drawn of each split
+SAMPLES = 500  # of a bootstrap interval
 
 
 # -- worlds -------------------------------------------------------------------------------------------------
@@ -35,7 +36,8 @@ def episodes(found: Found, *, table_only: tuple[str, ...] = ()) -> list[Shown]:
     rows = [_ends(label, seeds) for label, seeds in groups.items()]
     first = summarise(next(iter(groups.values()))[0])
     header = (
-        "", "tasks", "seeds", f"return of {first.episodes} episodes", f"return, first → {first.last_name}",
+        "", "tasks", "seeds", f"return of {first.episodes} episodes", "interquartile mean of it, 95% interval",
+        f"return, first → {first.last_name}",
         f"cost, first → {first.last_name}", f"episodes over budget, all / {first.last_name}", "trials ever over",
     )  # fmt: skip
     return [Drawing(figure=plots.by_episode(drawn), text=text), Grid(header=header, rows=rows)]
@@ -53,11 +55,13 @@ def _ends(label: str, seeds: list[Results]) -> list[str]:
         if len(every) > 1
         else every[0].total_return_error
     )
+    middle, low, high = bootstrap(seeds, lambda r: r.returns.sum(axis=1), samples=SAMPLES)
     return [
         label,
         str(every[0].tasks),
         str(len(seeds)),
         f"{mean(lambda x: x.total_return):.4g} ± {error:.2g}",
+        f"{middle:.4g} [{low:.4g}, {high:.4g}]",
         f"{first['returns']:.3g} → {final['returns']:.3g}",
         f"{first['costs']:.3g} → {final['costs']:.3g}",
         f"{mean(lambda x: x.over_budget):.1%} / {mean(lambda x: x.over_budget_last):.1%}",

@@ -227,7 +227,8 @@ PANELS: tuple[Panel, ...] = (
         text="The paper's question (i): does a frozen policy earn more and cost less as its context grows, "
         "on tasks it never saw? One figure per world, all methods of the paper, and the baselines of this library. "
         "Agents that were evaluated with the same seed on the same number of tasks met the same tasks; the table "
-        "has the numbers, the list below it the seeds.",
+        "has the numbers, the list below it the seeds. SafeVelocity is tested on three speed limits "
+        "only: its bands and errors count 200 repeats of these, so they are too small.",
         parts=tuple(
             Part(
                 name=f"episodes-{world}",

@@ -197,9 +197,7 @@ TABLES = (
     Table(
         name="settings-paper-room",
         title="Algorithm 1 as printed: --preset darkroom-paper",
-        columns=(
-            Column(label="preset", file="safe-dark-room-paper/training/config.json", preset="darkroom-paper"),
-        ),
+        columns=(Column(label="ours", file="safe-dark-room-paper/training/config.json", preset="darkroom-paper"),),
         rows=(
             Row(name="embedding and hidden dim", paper="64", ours="{algo.net.width}"),
             Row(name="layers", paper="4", ours="{algo.net.layers}"),
