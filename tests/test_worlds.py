@@ -307,7 +307,7 @@ def play_nothing(monkeypatch: pytest.MonkeyPatch, tasks: int, episodes: int) -> 
     """Let evaluations find trials in which nothing happened."""
     nothing = np.zeros((tasks, episodes), np.float32)
     sums = Episodes(returns=nothing, costs=nothing, lengths=nothing + 1, budgets=nothing, played=nothing > 0)
-    monkeypatch.setattr(evaluation, "_sample", lambda *_: nothing)
+    monkeypatch.setattr(evaluation, "sample_tasks", lambda *_: nothing)
     monkeypatch.setattr(evaluation, "_play", lambda *_, **__: ((sums, None), NO_FAULT))
 
 
