@@ -40,6 +40,7 @@ class ScaredConfig:
     segments: int = 6  # stages in which the KV cache grows while acting
     budget_power: float = 1.5  # budgets are low + (high − low) u^power: above 1, small ones are practised more
     risk: float = 0.03  # chance of breaking the budget that the guard tolerates (net.guard)
+    first_risk: float | None = None  # at the start of the run, see `tolerated_risk`; None: `risk` from the start
     overtime: float = 0.0  # share of the trials that last OVERTIME times as many episodes, see `play`
     spent: float = 0.0  # share of the episodes that begin overspent, see `draw`
     net: NetConfig = field(default_factory=NetConfig)
@@ -59,6 +60,8 @@ class ScaredConfig:
             if check_number(name, getattr(self, name), 0.0) > 1:
                 raise UserError(f"{name} must be at most 1, got {getattr(self, name)}")
         check_risk(self.risk)
+        if self.first_risk is not None:
+            check_risk(self.first_risk)
         if self.optimiser not in ("ppo", "ddpg"):
             raise UserError(f"optimiser must be ppo or ddpg, got {self.optimiser!r}")
         if self.net.levels and self.optimiser == "ddpg":
@@ -142,10 +145,10 @@ class Scared:
         """One iteration of Eq. 6."""
         key, task_key, play_key, learn_key = jax.random.split(state.key, 4)
         tasks, budgets = self.draw(task_key)
-        trials = self.play(self.optimiser.explorer(state.optimiser), tasks, budgets, play_key)
+        progress = jnp.clip(state.iteration / self.config.iterations, 0.0, 1.0)
+        trials = self.play(self.explorer(state, progress), tasks, budgets, play_key)
         played = episode_sums(trials, self.episodes, self.config.queue)
         fresh = without_overspent(played)
-        progress = jnp.clip(state.iteration / self.config.iterations, 0.0, 1.0)
         multiplier = update_multiplier(
             state.multiplier, self.judged(state, fresh), self.edges, self.config.penalty, progress
         )
@@ -161,6 +164,15 @@ class Scared:
         }
         state = ScaredState(optimiser=optimiser, multiplier=multiplier, iteration=state.iteration + 1, key=key)
         return state, metrics
+
+    def explorer(self, state: ScaredState, progress: jax.Array) -> InContextAgent:
+        """The policy that plays in training, with the risk that its guard tolerates by now."""
+        explorer = self.optimiser.explorer(state.optimiser)
+        if explorer.risk is None or self.config.first_risk is None:
+            return explorer
+        return dataclasses.replace(
+            explorer, risk=tolerated_risk(self.config.first_risk, self.config.risk, progress)
+        )
 
     def judged(self, state: ScaredState, fresh: Episodes) -> Episodes:
         """The episodes that move λ: those just played, or these and all that replay still holds."""
@@ -197,6 +209,14 @@ class Scared:
         each = (*shape, self.episodes)
         spent = jax.random.bernoulli(spent_key, self.config.spent, each)
         return tasks, jnp.where(spent, -jax.random.uniform(size_key, each, maxval=high / 2), budgets)
+
+
+def tolerated_risk(first: float, last: float, progress: jax.Array) -> jax.Array:
+    """The guard's risk in training: from `first` to `last` by equal factors over the first half of the run, [].
+
+    A guard that has learned nothing forbids at random, and a policy that must not move does not learn to explore.
+    """
+    return first * (last / first) ** jnp.clip(2.0 * progress, 0.0, 1.0)
 
 
 def without_overspent(episodes: Episodes) -> Episodes:
