@@ -32,7 +32,7 @@ from safeicrl.errors import UserError, check_integer, check_number, check_seed
 from safeicrl.evaluation.evaluate import check_size, evaluate
 from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.statistics import Summary, rank, summarise
-from safeicrl.files import owned, read_json, write_json
+from safeicrl.files import CHECKPOINT, owned, read_json, write_json
 from safeicrl.log import JsonLines, Sink, TensorBoard, Terminal, WandB
 from safeicrl.policies import checkpoint
 from safeicrl.policies.cards import read_card, save_policy
@@ -40,7 +40,6 @@ from safeicrl.policies.catalogue import find_policy, load_agent
 from safeicrl.provenance import surroundings
 from safeicrl.signals import StopRequest
 
-CHECKPOINT = "checkpoint.safetensors"
 FAILURES = 3  # non-finite iterations in a row after which a run gives up
 
 Step = Callable[[PyTree], tuple[PyTree, dict[str, np.ndarray]]]  # state → state, metrics [chunk, seed, ...]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from safeicrl.errors import UserError
+from safeicrl.errors import Incomplete, UserError
 from safeicrl.evaluation.archive import load_results
 from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.statistics import (
@@ -25,6 +26,7 @@ from safeicrl.evaluation.statistics import (
     standard_error,
     summarise,
 )
+from safeicrl.evaluation.sweeps import is_sweep, read_sweep, training_evaluations
 from safeicrl.log import read_metrics, read_run
 
 
@@ -60,17 +62,33 @@ def summary_table(results: Sequence[Results], title: str | None = None) -> Table
 def run_results(path: Path) -> list[Results]:
     """The results in a file; for a run's folder: the evaluations that chose the best policy of each seed.
 
-    All of a folder have its name, so that they count as seeds of one agent.
+    All of a folder have its name, so that they count as seeds of one agent. A sweep's folder has many agents.
     """
     if not path.is_dir():
         return [load_results(path)]
-    files = sorted(path.glob("*-evaluation.npz"))
-    if len(files) > 1:  # after several stages, policy-evaluation is that of the best seed, which is there as well
-        files = [file for file in files if file.name != "policy-evaluation.npz"]
+    if is_sweep(path):
+        return _sweep_results(path)
+    files = training_evaluations(path)
     if not files:
         raise UserError(f"{path} has no evaluation (best-seed*-evaluation.npz); its first one writes it")
+    return _labelled(files, path.resolve().name)
+
+
+def _sweep_results(path: Path) -> list[Results]:
+    """The results of all runs of a sweep that have some; the others are warned of."""
+    runs = read_sweep(path)["runs"]
+    files = {run.name: run.results() for run in runs}
+    missing = [name for name, found in files.items() if not found]
+    if len(missing) == len(runs):
+        raise UserError(f"no run of the sweep {path} has an evaluation yet")
+    if missing:
+        warnings.warn(f"left out, without an evaluation yet: {', '.join(missing)}", Incomplete, stacklevel=2)
+    return [result for run in runs for result in _labelled(files[run.name], run.label)]
+
+
+def _labelled(files: Sequence[Path], label: str) -> list[Results]:
     found = [load_results(file) for file in files]
-    return [dataclasses.replace(x, meta={**x.meta, "label": path.resolve().name}) for x in found]
+    return [dataclasses.replace(x, meta={**x.meta, "label": label}) for x in found]
 
 
 def sweep_table(groups: Mapping[str, Sequence[Results]]) -> Table:
@@ -216,7 +234,7 @@ def draw_all(files: Sequence[Path], out: Path, extension: str = "png") -> list[P
     from safeicrl.evaluation import plots
 
     runs, results = [], []
-    for file in files:
+    for file in _without_sweeps(files):
         if file.is_dir() or file.suffix == ".jsonl":
             folder = file if file.is_dir() else file.parent
             lines = read_run(folder) if file.is_dir() else read_metrics(file)
@@ -236,6 +254,15 @@ def draw_all(files: Sequence[Path], out: Path, extension: str = "png") -> list[P
     if runs:
         figures["training"] = plots.training(runs)
     return [plots.save(figure, out / f"{name}.{extension}") for name, figure in figures.items()]
+
+
+def _without_sweeps(files: Sequence[Path]) -> list[Path]:
+    """The files, with the runs of a sweep that have begun instead of the sweep's folder."""
+    found: list[Path] = []
+    for file in files:
+        inside = [run.folder for run in read_sweep(file)["runs"]] if is_sweep(file) else []
+        found += [folder for folder in inside if read_run(folder)] or [file]
+    return found
 
 
 def group(results: Sequence[Results]) -> dict[str, list[Results]]:

@@ -19,7 +19,7 @@ from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import load_results
 from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.statistics import summarise
-from safeicrl.files import RECIPE, owned
+from safeicrl.files import CHECKPOINT, RECIPE, owned
 from safeicrl.log import Terminal
 from safeicrl.policies.cards import read_card, save_policy
 from safeicrl.policies.catalogue import changed_env, load_agent, run_policies
@@ -27,7 +27,7 @@ from safeicrl.policies.contenders import released
 from safeicrl.policies.export import best_seed, export_policy
 from safeicrl.recipes.recipe import Recipe, load_progress, load_recipe, save_recipe
 from safeicrl.signals import StopRequest
-from safeicrl.train import CHECKPOINT, EvalConfig, Status, train
+from safeicrl.train import EvalConfig, Status, train
 
 
 @dataclass(frozen=True, kw_only=True)
