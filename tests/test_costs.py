@@ -429,6 +429,7 @@ TWO = "takes one cost, this environment has 2: heat, noise"
         ),
         ({"test_budget": ((0.0, 1.0), (2.0, 1.0))}, "test_budget of noise must rise, got 2 to 1"),
         ({"test_budget": ((-1.0, 1.0), (2.0, 3.0))}, "test_budget of heat must be a finite number ≥ 0.0, got -1.0"),
+        ({"test_budget": 3.0}, "test_budget must be one range, or one for each cost (heat, noise), got 1: 3.0"),
         ({"test_budget": ((0.0, 1.0), 3.0)}, "test_budget of noise must be two numbers, got 3.0"),
     ],
 )

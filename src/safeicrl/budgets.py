@@ -43,8 +43,9 @@ def check_costs(names: object) -> None:
 
 def ranges_of(given: Any, costs: Sequence[str], name: str) -> tuple[Range, ...]:
     """A range of budgets for each cost, from one for all of them or one for each; refused if it is neither."""
-    one = len(given) == 2 and not any(isinstance(bound, tuple | list) for bound in given)
-    parts = [given] * len(costs) if one else list(given)
+    parts = list(given) if isinstance(given, tuple | list) else [given]
+    if len(parts) == 2 and not any(isinstance(bound, tuple | list) for bound in parts):
+        parts = [given] * len(costs)
     if len(parts) != len(costs):
         words = "one range, or one for each cost" if len(costs) > 1 else "one range"
         raise UserError(f"{name} must be {words} ({', '.join(costs)}), got {len(parts)}: {given!r}")

@@ -216,14 +216,12 @@ def summary(episodes: Episodes, names: Sequence[str] = ("cost",)) -> dict[str, j
     """
     mean = lambda x, where: jnp.where(where, x, 0.0).sum() / jnp.maximum(where.sum(), 1)  # noqa: E731
     fresh = without_overspent(episodes).played
-    sums, own = (episodes.costs, episodes.budgets), dict[str, jax.Array]()
+    cost, budget = episodes.costs, episodes.budgets
+    own: dict[str, jax.Array] = {}
     if episodes.several:
-        sums = (episodes.costs.sum(-1), episodes.budgets.sum(-1))
-        for index, name in enumerate(names):
-            cost, budget = episodes.costs[..., index], episodes.budgets[..., index]
-            measured = {"costs": cost, "budgets": budget, "over_budgets": is_over(cost, budget)}
-            own |= {f"{what}/{name}": mean(values, fresh) for what, values in measured.items()}
-    cost, budget = sums
+        for what, values in {"costs": cost, "budgets": budget, "over_budgets": is_over(cost, budget)}.items():
+            own |= {f"{what}/{name}": mean(values[..., index], fresh) for index, name in enumerate(names)}
+        cost, budget = cost.sum(-1), budget.sum(-1)
     return {
         "return": mean(episodes.returns, fresh),
         "cost": mean(cost, fresh),

@@ -86,8 +86,10 @@ class EnvSpec:
     def bounds(self, split: "Split") -> tuple[Any, Any]:
         """Least and greatest budget: two numbers; with several costs, two arrays [cost]."""
         ranges = self.ranges(split)
+        if not self.several:
+            return ranges[0]
         low, high = np.asarray(ranges, np.float32).T
-        return (low, high) if self.several else ranges[0]
+        return low, high
 
     @property
     def trial_steps(self) -> int:

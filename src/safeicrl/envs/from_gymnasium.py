@@ -152,13 +152,13 @@ class GymnasiumEnv:
     def step(self, key: Key, state: _State, action: jax.Array, task: _Task) -> tuple[_State, Step]:
         """Advance one step."""
         ticket, observation, outcome = self._call(self._host.step, state.ticket, action, outcome=True)
-        reward, terminated, truncated = outcome[0], outcome[-2], outcome[-1]
+        reward, *costs, terminated, truncated = outcome
         time = state.time + 1
         late = (truncated > 0) | (time >= self.spec.max_steps)
         return _State(ticket=ticket, time=time), Step(
             observation=observation,
             reward=reward,
-            cost=outcome[1:-2] if self.spec.several else outcome[1],
+            cost=jnp.stack(costs) if self.spec.several else costs[0],
             terminated=terminated > 0,
             truncated=late & ~(terminated > 0),
         )
