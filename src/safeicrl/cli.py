@@ -316,7 +316,8 @@ class Evaluate:
     env: str | None = None  # environment of the reference agent; safe-dark-room by default
     env_args: tuple[str, ...] = ()  # parameters of the environment, e.g. size=5 obstacles=6
     tasks: int = 1000  # number of unseen tasks
-    budgets: tuple[float, float] | None = None  # range; the environment's test range by default
+    # range; the environment's test range by default. Several costs: once for all, or once for each
+    budgets: Annotated[tuple[tuple[float, float], ...], tyro.conf.UseAppendAction] = ()
     budget_count: int = 100  # distinct budgets, uniform in the range
     budgets_per_task: int = 1  # trials of each task, from a small to a large budget; with 9, all bins share tasks
     episodes: int | None = None  # episodes in a trial; the environment's K by default
@@ -345,9 +346,10 @@ def evaluate(args: list[str]) -> None:
     contenders, results = _contenders(asked), {}
     outs = _outputs(asked.out, list(contenders))
     unsaved: UserError | None = None
+    budgets: Any = asked.budgets[0] if len(asked.budgets) == 1 else asked.budgets or None
     for name, who in contenders.items():
         result = who.adapting(fresh_episodes=asked.fresh_episodes, updates=asked.updates).evaluate(
-            split=asked.split, task_list=asked.list, tasks=asked.tasks, budgets=asked.budgets,
+            split=asked.split, task_list=asked.list, tasks=asked.tasks, budgets=budgets,
             budget_count=asked.budget_count, budgets_per_task=asked.budgets_per_task,
             episodes=asked.episodes, seed=asked.seed, rows=asked.rows, label=asked.label or who.label,
         )  # fmt: skip
@@ -747,6 +749,8 @@ def _one_line(text: str) -> str:
     rules = [i for i, line in enumerate(lines) if re.match(r"╭|╰|─{3}|-{3}", line)]  # without UTF-8: no box, dashes
     first, last = [*rules, len(lines)][:2] if rules else (-1, len(lines))
     line = " ".join(line for line in lines[first + 1 : last] if line)
+    if found := re.fullmatch(r"Missing value for argument '(\S+)'\. Expected 2 values\.", line):
+        return f"{found[1]} takes two numbers, got fewer"
     for pattern in MISFITS:
         if found := re.fullmatch(pattern, line):
             kind = found["type"].upper().replace(",", "")

@@ -47,6 +47,7 @@ def summary_table(results: Sequence[Results], title: str | None = None) -> Table
     row("over budget", lambda s: f"{s.over_budget:.2%}")
     row(f"over, {first.last_name}", lambda s: f"{s.over_budget_last:.2%}")
     row("trials ever over", lambda s: f"{s.trials_over:.2%}")
+    _add_costs(table, results)
     if all(summary.by_budget.keys() == first.by_budget.keys() for summary in summaries):
         for name in first.by_budget:
             row(f"total, δ {name}", lambda s, name=name: _number(s.by_budget[name]))
@@ -57,6 +58,17 @@ def summary_table(results: Sequence[Results], title: str | None = None) -> Table
                 digits = 1 if error >= 1 else 2
                 table.add_row(f"rise from δ {before}", f"{more:+.{digits}f} ± {error:.{digits}f}")
     return table
+
+
+def _add_costs(table: Table, results: Sequence[Results]) -> None:
+    """Rows for each cost by its name, where there are several and all results have the same ones."""
+    names = results[0].cost_names
+    if not results[0].several or any(result.cost_names != names for result in results):
+        return
+    for name in names:
+        own = [summarise(result.by_cost()[name]) for result in results]
+        table.add_row(f"cost, {name}", *(f"{summary.cost:.3g}" for summary in own))
+        table.add_row(f"over budget, {name}", *(f"{summary.over_budget:.2%}" for summary in own))
 
 
 def run_results(path: Path) -> list[Results]:
@@ -144,11 +156,12 @@ def limits_table(result: Results, last: int = 5) -> Table:
     last = min(last, result.returns.shape[1])
     table = _table(f"by speed limit; last: the last {last} episodes; ±: over limits")
     limits = np.asarray(result.meta["limits"])[result.task]  # [trial]
-    last_return, cost = result.returns[:, -last:].mean(axis=1), result.costs[:, -last:].mean(axis=1)
+    costs = result.total_costs
+    last_return, cost = result.returns[:, -last:].mean(axis=1), costs[:, -last:].mean(axis=1)
     columns = {
         "return, first": (result.returns[:, 0], "{:.1f}"),
         "return, last": (last_return, "{:.1f}"),
-        "cost, first": (result.costs[:, 0], "{:.2f}"),
+        "cost, first": (costs[:, 0], "{:.2f}"),
         "cost, last": (cost, "{:.2f}"),
         "over budget": (result.over.mean(axis=1), "{:.1%}"),
     }
@@ -246,11 +259,11 @@ def draw_all(files: Sequence[Path], out: Path, extension: str = "png") -> list[P
             results.append(load_results(file))
     figures = {}
     if results:
-        groups = group(results)
-        figures["episodes"] = plots.by_episode(groups)
-        figures["budgets"] = plots.by_budget(groups)
-        figures["over-budget"] = plots.over_budget(groups)
-        figures["profiles"] = plots.profiles(groups)
+        for suffix, groups in figure_groups(group(results)).items():
+            figures[f"episodes{suffix}"] = plots.by_episode(groups)
+            figures[f"budgets{suffix}"] = plots.by_budget(groups)
+            figures[f"over-budget{suffix}"] = plots.over_budget(groups)
+            figures[f"profiles{suffix}"] = plots.profiles(groups)
     if runs:
         figures["training"] = plots.training(runs)
     return [plots.save(figure, out / f"{name}.{extension}") for name, figure in figures.items()]
@@ -265,10 +278,26 @@ def _without_sweeps(files: Sequence[Path]) -> list[Path]:
     return found
 
 
+def figure_groups(groups: dict[str, list[Results]]) -> dict[str, dict[str, list[Results]]]:
+    """What figures show: all results as they are; with several costs, those of each cost, under "-NAME"."""
+    names = {seeds[0].cost_names for seeds in groups.values()}
+    if len(names) > 1:
+        words = " and ".join(", ".join(costs) for costs in names)
+        raise UserError(f"results with different costs are not drawn together: {words}")
+    costs = next(iter(names))
+    if len(costs) == 1:
+        return {"": groups}
+    return {
+        f"-{name}": {label: [seed.by_cost()[name] for seed in seeds] for label, seeds in groups.items()}
+        for name in costs
+    }
+
+
 def group(results: Sequence[Results]) -> dict[str, list[Results]]:
     """Results by label; those with the same label are seeds of one agent."""
     groups: dict[str, list[Results]] = {}
     facts = (
+        ("costs", lambda r: r.cost_names),
         ("episodes", lambda r: r.returns.shape[1]),
         ("budget range", lambda r: r.budget_range),
         ("budgets per task", lambda r: r.budgets_per_task),

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from safeicrl.envs.api import EnvSpec, Key
+from safeicrl.envs.api import EnvSpec, Key, refuse_several
 from safeicrl.errors import UserError
 from safeicrl.nets.layers import MLP
 
@@ -56,6 +56,7 @@ class Guard(eqx.Module):
     thresholds: int = eqx.field(static=True)  # k·unit for k = 0 … thresholds − 1
 
     def __init__(self, spec: EnvSpec, *, width: int, choices: int, depth: int, key: Key):
+        refuse_several(spec, "a guard (net.guard)")
         if not np.isfinite(spec.max_cost):
             raise UserError(
                 "a guard needs costs with a bound: the environment's spec.max_cost, the largest cost of one step, "

@@ -18,7 +18,7 @@ from safeicrl.envs.registry import env_to_plain, parse_parameters
 from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import load_results
 from safeicrl.evaluation.results import Results
-from safeicrl.evaluation.statistics import summarise
+from safeicrl.evaluation.statistics import summaries
 from safeicrl.files import CHECKPOINT, RECIPE, owned
 from safeicrl.log import Terminal
 from safeicrl.policies.cards import read_card, save_policy
@@ -147,7 +147,7 @@ def _export_seed(recipe: Recipe, folder: Path, done: list[dict[str, Any]], seed:
         found = load_results(own.with_name(f"{own.stem}-evaluation"))
     else:  # the mean of several policies, or a policy for another environment than it was trained in
         found = _evaluate(path, recipe.stages[-1].experiment.train.evaluation)
-        card["evaluation"] = {**found.meta, "summary": dataclasses.asdict(summarise(found))}
+        card["evaluation"] = {**found.meta, **summaries(found)}
     _, agent = load_agent(path, card)
     save_policy(path, agent, {**card, "stages": done}, found)
 
