@@ -169,19 +169,19 @@ class SafeAdapter(Adapter):
             gained = (ratio * batch.reward).sum() - dual * cost
             return kl - gained / (inner.reward_weight + dual * cost_weight), (kl, cost)
 
-        def step(carry: tuple, _: None) -> tuple[tuple, jax.Array]:
-            actor, memory, dual, stopped = carry
+        def step(_: int, carry: tuple) -> tuple:
+            actor, memory, dual, stopped, _ = carry
             gradient, (kl, cost) = jax.grad(loss, has_aux=True)(actor, dual)
             stopped = stopped | (kl > inner.max_kl)
             change, memory = optimiser.update(gradient, memory)
             actor = jax.tree.map(lambda x, by: jnp.where(stopped, x, x + by), actor, change)
             left = slack - cost - cost_weight * kl
             moved = jnp.clip(dual - inner.dual_rate * left, 0.0, inner.dual_cap)
-            return (actor, memory, jnp.where(stopped, dual, moved), stopped), kl
+            return actor, memory, jnp.where(stopped, dual, moved), stopped, kl
 
-        start = (actor, optimiser.init(actor), jnp.float32(0.0), jnp.array(False))
-        (actor, _, dual, _), kl = jax.lax.scan(step, start, length=inner.steps)
-        return actor, {"lambda": dual, "inner_kl": kl[-1]}
+        start = (actor, optimiser.init(actor), jnp.float32(0.0), jnp.array(False), jnp.float32(0.0))
+        actor, _, dual, _, kl = jax.lax.fori_loop(0, inner.steps, step, start)
+        return actor, {"lambda": dual, "inner_kl": kl}
 
 
 @record
