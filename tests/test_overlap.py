@@ -61,9 +61,9 @@ def same_tree(one, other) -> bool:
 
 def test_a_lane_plays_what_one_program_plays(step):
     found, state = step
-    _, parts, _ = found.programs["draw"](state.key)
-    agent = ALGORITHM.player(state.optimiser, state.player)
-    played = [future.result() for future in found.lanes.start(agent, parts)]
+    _, parts, arrays = found.programs["first"](eqx.filter(state, eqx.is_array))
+    agent = ALGORITHM.explorer(state, 0.0)
+    played = [future.result() for future in found.lanes.start(arrays, parts)]
     play = functools.partial(run_trials, ENV, episodes=2, steps=6, segments=2)
     whole = play(agent, parts[1].tasks, parts[1].budgets, parts[1].key, lengths=parts[1].lengths)
     assert bool(played[1].valid.all())
@@ -142,8 +142,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_says_who_waited(step, tmp_pa
 def test_lanes_stop_when_told_and_pass_errors_on(step, monkeypatch):
     found, state = step
     lanes = Lanes(found.lanes.programs, 2)
-    _, parts, _ = found.programs["draw"](state.key)
-    agent = ALGORITHM.player(state.optimiser, state.player)
+    _, parts, agent = found.programs["first"](eqx.filter(state, eqx.is_array))
     monkeypatch.setattr(lanes.worlds[0], "advance", lambda packed: 1 / 0)
     broken, sound = lanes.start(agent, parts)
     with pytest.raises(ZeroDivisionError):

@@ -36,7 +36,7 @@ class Plan:
 
     agent: list[jax.Array]  # its arrays, as a list: Equinox's modules take long to take apart
     tasks: PyTree  # [row, queue]
-    budgets: jax.Array  # [row, queue, episode]
+    budgets: jax.Array  # [row, queue, episode, ...]
     lengths: jax.Array  # [row, queue] int
     keys: Key  # [time]
 
@@ -82,7 +82,9 @@ class LanePrograms:
             jax.vmap(jax.vmap(lambda key: self.env.sample_task(key, "train"))),
             jax.eval_shape(lambda: jax.random.split(jax.random.key(0), (self.rows, self.queue))),
         )
-        budgets = jax.ShapeDtypeStruct((self.rows, self.queue, self.episodes), jnp.float32)
+        budgets = jax.ShapeDtypeStruct(
+            (self.rows, self.queue, self.episodes, *self.env.spec.cost_shape), jnp.float32
+        )
         lengths = jax.ShapeDtypeStruct((self.rows, self.queue), jnp.int32)
         key = jax.eval_shape(lambda: jax.random.key(0))
         given = (agent, tasks, budgets, lengths, key)
@@ -199,11 +201,13 @@ class Lanes:
         self.stopping = threading.Event()
         self.busy = BusyClock()  # runs while any lane plays
 
-    def start(self, agent: Agent, parts: Sequence[Any]) -> "list[Future[Trials]]":
-        """Begin to play one part per lane: tasks, budgets, lengths and a key, as `run_trials` takes them."""
-        arrays = jax.tree.leaves(eqx.filter(agent, eqx.is_array))
+    def start(self, agent: list[jax.Array], parts: Sequence[Any]) -> "list[Future[Trials]]":
+        """Begin to play one part per lane: tasks, budgets, lengths and a key, as `run_trials` takes them.
+
+        `agent` is the list of the agent's arrays.
+        """
         return [
-            self.pool.submit(self._play, worlds, (arrays, part.tasks, part.budgets, part.lengths, part.key))
+            self.pool.submit(self._play, worlds, (agent, part.tasks, part.budgets, part.lengths, part.key))
             for worlds, part in zip(self.worlds, parts, strict=True)
         ]
 

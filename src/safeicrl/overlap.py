@@ -19,7 +19,7 @@ import numpy as np
 
 from safeicrl.agents.api import Agent
 from safeicrl.algos.scared import Part, Scared, ScaredState, join
-from safeicrl.envs.api import Key, PyTree
+from safeicrl.envs.api import PyTree
 from safeicrl.lanes import LanePrograms, Lanes, compile_all, is_array
 from safeicrl.optimisers.ppo import PPO, PPOState, Work
 from safeicrl.trial import Trials
@@ -38,7 +38,7 @@ class Overlapped:
         self.algorithm, self.ppo, self.judge = algorithm, algorithm.optimiser, judge
         shapes, self.static = eqx.partition(state, is_array)
         programs = LanePrograms(
-            algorithm.env, algorithm.player(state.optimiser, state.player), rows=config.rows // config.overlap,
+            algorithm.env, eqx.filter_eval_shape(self._explorer, state), rows=config.rows // config.overlap,
             queue=config.queue, episodes=algorithm.episodes, steps=algorithm.steps, segments=config.segments,
         )  # fmt: skip
         self.lanes = Lanes(programs, config.overlap)
@@ -47,13 +47,14 @@ class Overlapped:
 
     def _compile(self, state: PyTree, trials: list[Trials]) -> None:
         lower = lambda function, *given: jax.jit(function).lower(*given)  # noqa: E731
-        tasks, _, _ = jax.eval_shape(self._draw, state.key)
+        tasks, _, _ = jax.eval_shape(self._first, state)
         work, multiplier, metrics, sums = jax.eval_shape(self._begin, state, tasks, trials)
         self.minibatches = len(work.order)
         index = jax.ShapeDtypeStruct((), jnp.int32)
         self.programs = compile_all(
             {
-                "draw": lower(self._draw, state.key),
+                "first": lower(self._first, state),
+                "next": lower(self._next, state),
                 "begin": lower(self._begin, state, tasks, trials),
                 "minibatch": lower(self._minibatch, state.optimiser, sums, work, index),
                 "end": lower(self._end, state, state.optimiser, multiplier, metrics, sums),
@@ -63,16 +64,16 @@ class Overlapped:
     def __call__(self, state: ScaredState) -> tuple[ScaredState, dict[str, np.ndarray]]:
         """Learn from this iteration's rows while the next are played; metrics are [1, 1, ...], [chunk, seed]."""
         called, busy = time.perf_counter(), self.lanes.busy.seconds
-        optimiser, draw = state.optimiser, self.programs["draw"]
+        arrays = eqx.filter(state, eqx.is_array)
         if self.under_way is None:
-            self._start(self.algorithm.player(optimiser, state.player), *draw(state.key)[:2])
+            self._start(*self.programs["first"](arrays))
         assert self.under_way is not None
         tasks, futures = self.under_way
-        ahead = draw(draw(state.key)[2])
+        following = self.programs["next"](arrays)
         trials = [future.result() for future in futures]
-        self._start(self.algorithm.player(optimiser, self.algorithm.follower(optimiser)), *ahead[:2])
+        self._start(*following)
         begun = time.perf_counter()
-        state, metrics = self._learn(state, tasks, trials)
+        state, metrics = self._learn(arrays, tasks, trials)
         played, now = self.lanes.busy.seconds - busy, time.perf_counter()
         host = {name: np.asarray(value)[None, None] for name, value in jax.device_get(metrics).items()}
         host["learner_idle"] = np.full((1, 1), 1 - (now - begun) / (now - called))
@@ -83,11 +84,11 @@ class Overlapped:
         """Stop playing."""
         self.lanes.close()
 
-    def _start(self, agent: Agent, tasks: PyTree, parts: list[Part]) -> None:
+    def _start(self, tasks: PyTree, parts: list[Part], agent: list[jax.Array]) -> None:
         self.under_way = (tasks, self.lanes.start(agent, parts))
 
-    def _learn(self, state: ScaredState, tasks: PyTree, trials: list[Trials]) -> tuple[ScaredState, Metrics]:
-        arrays, run = eqx.filter(state, eqx.is_array), self.programs
+    def _learn(self, arrays: PyTree, tasks: PyTree, trials: list[Trials]) -> tuple[ScaredState, Metrics]:
+        run = self.programs
         work, multiplier, metrics, sums = run["begin"](arrays, tasks, trials)
         optimiser = arrays.optimiser
         for index in range(self.minibatches):
@@ -98,11 +99,23 @@ class Overlapped:
 
     # -- programs --------------------------------------------------------------------------------------------
 
-    def _draw(self, key: Key) -> tuple[PyTree, list[Part], Key]:
-        """Tasks and parts of the iteration with this key, and the next iteration's key."""
-        following, task_key, play_key, _ = self.algorithm.keys(key)
+    def _explorer(self, state: ScaredState) -> Agent:
+        return self.algorithm.explorer(state, self.algorithm.progress(state))
+
+    def _first(self, arrays: PyTree) -> tuple[PyTree, list[Part], list[jax.Array]]:
+        """What is played for an iteration that starts from this state: tasks, parts, the agent's arrays."""
+        return self._rows(eqx.combine(arrays, self.static))
+
+    def _next(self, arrays: PyTree) -> tuple[PyTree, list[Part], list[jax.Array]]:
+        """What is played for the iteration after it. That does not depend on what this one learns."""
+        state = eqx.combine(arrays, self.static)
+        return self._rows(self.algorithm.end(state, state.multiplier, state.optimiser))
+
+    def _rows(self, state: ScaredState) -> tuple[PyTree, list[Part], list[jax.Array]]:
+        _, task_key, play_key, _ = self.algorithm.keys(state.key)
         tasks, budgets = self.algorithm.draw(task_key)
-        return tasks, self.algorithm.parts(tasks, budgets, play_key), following
+        agent = jax.tree.leaves(eqx.filter(self._explorer(state), eqx.is_array))
+        return tasks, self.algorithm.parts(tasks, budgets, play_key), agent
 
     def _begin(
         self, arrays: PyTree, tasks: PyTree, trials: list[Trials]
@@ -125,6 +138,6 @@ class Overlapped:
     ) -> tuple[PyTree, Metrics]:
         old: ScaredState = eqx.combine(arrays, self.static)
         means = {name: value / self.minibatches for name, value in sums.items()}
-        learned, own = self.ppo.end(eqx.combine(optimiser, self.static.optimiser), means)
+        learned, own = self.ppo.end(eqx.combine(optimiser, self.static.optimiser), means, old.iteration)
         new, judged = self.judge(old, self.algorithm.end(old, multiplier, learned), own | metrics)
         return eqx.filter(new, eqx.is_array), judged
