@@ -32,7 +32,7 @@ from safeicrl.trial import run_trials
 
 ENV = SafeVelocityHalfCheetah(max_steps=3, episodes=2)
 CONFIG = ScaredConfig(
-    iterations=4, rows=4, queue=1, segments=2, overlap=2,
+    iterations=4, rows=4, queue=2, segments=2, overlap=2,
     net=NetConfig(width=8, layers=1, heads=2, context=6, dtype="float32"),
     ppo=PPOConfig(minibatch=2, epochs=2, warmup=0, learning_rate=(0.03, 0.03)),
 )  # fmt: skip
@@ -42,7 +42,7 @@ ALGORITHM = Scared(ENV, CONFIG)
 @pytest.fixture(scope="module")
 def step():
     """An iteration with everything compiled, and the first state."""
-    state = eqx.filter_jit(ALGORITHM.init)(jax.random.key(0))
+    state = eqx.filter_jit(trainer._init)(ALGORITHM, 0, 1)
     found = Overlapped(ALGORITHM, state, functools.partial(trainer.judge, ALGORITHM))
     yield found, state
     found.close()
@@ -61,10 +61,10 @@ def same_tree(one, other) -> bool:
 
 def test_a_lane_plays_what_one_program_plays(step):
     found, state = step
-    _, parts, arrays = found.programs["first"](eqx.filter(state, eqx.is_array))
+    _, parts, arrays = found.programs["rows"](eqx.filter(state, eqx.is_array), np.bool_(False))
     agent = ALGORITHM.explorer(state, 0.0)
     played = [future.result() for future in found.lanes.start(arrays, parts)]
-    play = functools.partial(run_trials, ENV, episodes=2, steps=6, segments=2)
+    play = functools.partial(run_trials, ENV, episodes=2, steps=6)  # in one segment: the steps are the same
     whole = play(agent, parts[1].tasks, parts[1].budgets, parts[1].key, lengths=parts[1].lengths)
     assert bool(played[1].valid.all())
     for got, wanted in zip(*(jax.tree.leaves(x) for x in (played[1], whole)), strict=True):
@@ -142,7 +142,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_says_who_waited(step, tmp_pa
 def test_lanes_stop_when_told_and_pass_errors_on(step, monkeypatch):
     found, state = step
     lanes = Lanes(found.lanes.programs, 2)
-    _, parts, agent = found.programs["first"](eqx.filter(state, eqx.is_array))
+    _, parts, agent = found.programs["rows"](eqx.filter(state, eqx.is_array), np.bool_(False))
     monkeypatch.setattr(lanes.worlds[0], "advance", lambda packed: 1 / 0)
     broken, sound = lanes.start(agent, parts)
     with pytest.raises(ZeroDivisionError):

@@ -47,14 +47,13 @@ class Overlapped:
 
     def _compile(self, state: PyTree, trials: list[Trials]) -> None:
         lower = lambda function, *given: jax.jit(function).lower(*given)  # noqa: E731
-        tasks, _, _ = jax.eval_shape(self._first, state)
+        tasks, _, _ = jax.eval_shape(self._rows, state, True)
         work, multiplier, metrics, sums = jax.eval_shape(self._begin, state, tasks, trials)
         self.minibatches = len(work.order)
         index = jax.ShapeDtypeStruct((), jnp.int32)
         self.programs = compile_all(
             {
-                "first": lower(self._first, state),
-                "next": lower(self._next, state),
+                "rows": lower(self._rows, state, jax.ShapeDtypeStruct((), jnp.bool_)),
                 "begin": lower(self._begin, state, tasks, trials),
                 "minibatch": lower(self._minibatch, state.optimiser, sums, work, index),
                 "end": lower(self._end, state, state.optimiser, multiplier, metrics, sums),
@@ -66,10 +65,10 @@ class Overlapped:
         called, busy = time.perf_counter(), self.lanes.busy.seconds
         arrays = eqx.filter(state, eqx.is_array)
         if self.under_way is None:
-            self._start(*self.programs["first"](arrays))
+            self._start(*self.programs["rows"](arrays, np.bool_(False)))
         assert self.under_way is not None
         tasks, futures = self.under_way
-        following = self.programs["next"](arrays)
+        following = self.programs["rows"](arrays, np.bool_(True))
         trials = [future.result() for future in futures]
         self._start(*following)
         begun = time.perf_counter()
@@ -102,16 +101,15 @@ class Overlapped:
     def _explorer(self, state: ScaredState) -> Agent:
         return self.algorithm.explorer(state, self.algorithm.progress(state))
 
-    def _first(self, arrays: PyTree) -> tuple[PyTree, list[Part], list[jax.Array]]:
-        """What is played for an iteration that starts from this state: tasks, parts, the agent's arrays."""
-        return self._rows(eqx.combine(arrays, self.static))
+    def _rows(self, arrays: PyTree, ahead: jax.Array) -> tuple[PyTree, list[Part], list[jax.Array]]:
+        """What is played for the iteration that starts from this state, or for the one after it (`ahead`).
 
-    def _next(self, arrays: PyTree) -> tuple[PyTree, list[Part], list[jax.Array]]:
-        """What is played for the iteration after it. That does not depend on what this one learns."""
-        state = eqx.combine(arrays, self.static)
-        return self._rows(self.algorithm.end(state, state.multiplier, state.optimiser))
-
-    def _rows(self, state: ScaredState) -> tuple[PyTree, list[Part], list[jax.Array]]:
+        Tasks, parts and the agent's arrays. The next iteration's do not depend on what this one learns.
+        """
+        now: ScaredState = eqx.combine(arrays, self.static)
+        after = self.algorithm.end(now, now.multiplier, now.optimiser)
+        pick = lambda a, b: jnp.where(ahead, a, b) if eqx.is_array(a) else a  # noqa: E731
+        state: ScaredState = jax.tree.map(pick, after, now)
         _, task_key, play_key, _ = self.algorithm.keys(state.key)
         tasks, budgets = self.algorithm.draw(task_key)
         agent = jax.tree.leaves(eqx.filter(self._explorer(state), eqx.is_array))
