@@ -23,6 +23,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from safeicrl import hosts
 from safeicrl.compiled import keep_compiled
 from safeicrl.config import DROPPED, dropped_option
 from safeicrl.errors import Approximation, BeyondTraining, Damaged, UserError, printable, unknown_name
@@ -66,6 +67,8 @@ def _complain(error: object) -> int:
 
 
 def _run(args: list[str]) -> int | None:
+    if "--distributed" in args and not hosts.is_worker():
+        return hosts.supervise(args)
     if "--no-compile-cache" in args:
         args.remove("--no-compile-cache")
     else:
@@ -135,6 +138,13 @@ def _first_line(thing: Any) -> str:
 
 def train(args: list[str]) -> int:
     """Train a policy: --preset NAME, or --algo NAME --env NAME, or as a stored run: --like RUN; or --resume RUN."""
+    if hosts.is_worker():
+        with hosts.working():
+            return _train(args)
+    return _train(args)
+
+
+def _train(args: list[str]) -> int:
     from safeicrl.recipes.form import check_resumable, train_form, with_options
     from safeicrl.recipes.run import run_recipe
 
@@ -148,7 +158,10 @@ def train(args: list[str]) -> int:
         check_resumable(recipe, changed)
     out = resume or forms[0].out or Path("runs") / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     stop = StopRequest()
-    ran = run_recipe(changed, out=out, resume=resume is not None, stop=stop)
+    _join(forms[0])
+    ran = run_recipe(changed, out=out, resume=resume is not None, stop=stop, devices=forms[0].devices)
+    if not hosts.is_first():
+        return stop.exit_status
     if ran.policies:
         print(f"evaluate it:  safeicrl evaluate {out}")
     else:
@@ -157,6 +170,15 @@ def train(args: list[str]) -> int:
     if ran.iterations:
         print(f"its curves:   safeicrl plot {out}")
     return stop.exit_status
+
+
+def _join(asked: Any) -> None:
+    """Meet the other processes, where several train together."""
+    cluster = hosts.Cluster(coordinator=asked.coordinator, processes=asked.processes, process=asked.process)
+    if asked.distributed:
+        hosts.join(cluster, asked.join_timeout)
+    elif asked.coordinator is not None:
+        raise UserError("--coordinator, --processes and --process are for several processes: add --distributed")
 
 
 def _asked_recipe(args: list[str]) -> tuple[list[str], Any, Path | None]:
@@ -272,6 +294,7 @@ class Evaluate:
     split: Literal["test", "train"] = "test"  # which distribution the tasks are drawn from
     seed: int = 0  # of tasks and actions; agents evaluated with the same seed meet the same tasks
     rows: int | None = None  # trials at a time; 256 by default, 32 on a CPU
+    devices: int | None = None  # that share them; all local ones by default
     label: str | None = None  # name in tables and figures; results with the same label are seeds of one agent
     out: Path | None = None  # file to write: OUT.npz and OUT.json; for several seeds OUT-seed0.npz, ...
 
@@ -289,7 +312,8 @@ def evaluate(args: list[str]) -> None:
         result = who.adapting(fresh_episodes=asked.fresh_episodes, updates=asked.updates).evaluate(
             split=asked.split, task_list=asked.list, tasks=asked.tasks, budgets=asked.budgets,
             budget_count=asked.budget_count, budgets_per_task=asked.budgets_per_task,
-            episodes=asked.episodes, seed=asked.seed, rows=asked.rows, label=asked.label or who.label,
+            episodes=asked.episodes, seed=asked.seed, rows=asked.rows, devices=asked.devices,
+            label=asked.label or who.label,
         )  # fmt: skip
         results[name], meta = result, result.meta
         print(f"{name}: actions {meta['actions']}, context {meta['context']}, {meta['seconds']:.1f} s")

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from safeicrl.agents.api import Agent
+from safeicrl.devices import over_rows
 from safeicrl.envs.api import Env, Key, PyTree, Split, record, replace
 from safeicrl.envs.faults import find_fault
 from safeicrl.tokens import Token, first_token, next_token, usable_budget
@@ -117,8 +118,11 @@ def run_trials(
     `segments` cuts the scan so that the agent's memory can grow between them (a KV cache is read only as far as it
     is filled); the valid steps are the same for any number. Segments after the last row's last step are skipped:
     there is nothing to play, and late steps are the most expensive.
+
+    On several devices (devices.py) the rows are divided among them, and all that is computed of them is, too.
     """
-    budgets = usable_budget(jnp.asarray(budgets, jnp.float32), env.spec)
+    tasks, budgets = over_rows((tasks, jnp.asarray(budgets, jnp.float32)))
+    budgets = usable_budget(budgets, env.spec)
     rows, queue = budgets.shape[:2]
     budgets = jnp.broadcast_to(budgets if budgets.ndim == 3 else budgets[..., None], (rows, queue, episodes))
     lengths = jnp.full((rows, queue), episodes) if lengths is None else lengths
