@@ -37,6 +37,10 @@ T = TypeVar("T")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
+    return hosts.work(lambda: _main(argv)) if hosts.is_worker() else _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a file name may have bytes that are no text
@@ -138,13 +142,6 @@ def _first_line(thing: Any) -> str:
 
 def train(args: list[str]) -> int:
     """Train a policy: --preset NAME, or --algo NAME --env NAME, or as a stored run: --like RUN; or --resume RUN."""
-    if hosts.is_worker():
-        with hosts.working():
-            return _train(args)
-    return _train(args)
-
-
-def _train(args: list[str]) -> int:
     from safeicrl.recipes.form import check_resumable, train_form, with_options
     from safeicrl.recipes.run import run_recipe
 

@@ -262,11 +262,10 @@ def is_worker() -> bool:
     return WORKER in os.environ
 
 
-@contextlib.contextmanager
-def working() -> Iterator[None]:
-    """The work of a child: it ends with its parent, and at once when another process is gone.
+def work(run: Callable[[], int]) -> int:
+    """What a child does: `run`, until its parent ends. Returns its exit code.
 
-    It does not leave in an orderly way after a failure: JAX would wait for the others, which cannot come.
+    After a failure it leaves at once: on the way out JAX would wait for the other processes, which cannot come.
     """
 
     def watch() -> None:
@@ -277,15 +276,15 @@ def working() -> Iterator[None]:
 
     threading.Thread(target=watch, daemon=True).start()
     try:
-        yield
-    except UserError as error:
-        print(f"safeicrl: {error}", file=sys.stderr)
-        _leave(2)
+        code = run()
     except Exception as error:
-        if not GONE.search(str(error)):
-            traceback.print_exc()
-            _leave(1)
-        _leave(LOST)
+        if GONE.search(str(error)):
+            _leave(LOST)
+        traceback.print_exc()
+        _leave(1)
+    if 0 < code < 128:  # not if all were stopped together
+        _leave(code)
+    return code
 
 
 def _leave(code: int) -> NoReturn:
