@@ -2,10 +2,13 @@
 
 python bench/meta.py                                            both methods in the room, 1 and 3 seeds
 python bench/meta.py --presets darkroom-safe-meta --seeds 1 --out results/bench_meta_h200.json
+python bench/meta.py --presets darkroom-safe-meta --seeds 1 --parts             where the time goes
 """
 
 import argparse
+import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ from rich.console import Console
 
 from safeicrl.envs.mujoco import physics
 from safeicrl.files import write_json
+from safeicrl.optimisers.episodes import play
+from safeicrl.optimisers.meta import Iteration, MetaLearner
 from safeicrl.recipes.presets import preset
 
 
@@ -49,7 +54,42 @@ def measure(name: str, seeds: int, chunk: int, repeats: int) -> dict[str, Any]:
         "env_steps_per_s": float(steps) / seconds,
         "physics_share": (physics.seconds() - before) / repeats / seconds,
         "compile_s": compile_s,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
+
+
+def parts(name: str, repeats: int) -> dict[str, float]:
+    """Milliseconds of the parts of one meta-iteration of one seed, each a program of its own.
+
+    An iteration plays and fits critics twice, and adapts and improves once.
+    """
+    learner = preset(name).stages[0].experiment.build()
+    assert isinstance(learner, MetaLearner)
+    adapter, number = learner.adapter, learner.config.batch_episodes
+    state = learner.init(jax.random.key(0))
+    tasks, budgets = jax.jit(learner.draw)(jax.random.key(1))
+    spread = lambda x: jnp.broadcast_to(x, (len(budgets), *x.shape))  # noqa: E731
+    actors, critics = jax.tree.map(spread, (adapter.begin(state.actor), state.critics))
+    found: dict[str, float] = {}
+
+    def timed(part: str, function: Callable, *args: Any) -> Any:
+        with jax.default_matmul_precision("highest"):
+            compiled = jax.jit(function).lower(*args).compile()
+        result = jax.block_until_ready(compiled(*args))
+        found[part] = 1e3 * fastest(lambda: compiled(*args), repeats)
+        return result
+
+    act = lambda actors: adapter.view.actor(actors, state.normaliser)  # noqa: E731
+    played = timed("play", lambda a, k: play(learner.env, act(a), tasks, k, 2 * number), actors, jax.random.key(2))
+    first, second = (jax.tree.map(lambda x, i=i: x[:, i : i + number], played) for i in (0, number))
+    estimate = jax.vmap(adapter.estimate, (0, 0, 0, 0, 0, None, None))
+    rate = learner.config.critic.rates[0]
+    judge = lambda *args: estimate(*args, budgets, state.normaliser, rate)  # noqa: E731
+    _, batch = timed("critics", judge, actors, critics, first, second)
+    adapted, _ = timed("adapt", jax.vmap(adapter.adapt), actors, batch, budgets)
+    iteration = Iteration(actors=adapted, before=batch, after=batch, budgets=budgets)
+    timed("improve", learner.improve, state.actor, iteration)
+    return found
 
 
 def main() -> None:
@@ -58,6 +98,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--chunk", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--parts", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     about, found = provenance(), []
@@ -69,6 +110,9 @@ def main() -> None:
                 f"{name}, {seeds} seed(s): {run['ms_per_iteration']:.1f} ms per meta-iteration, "
                 f"{run['env_steps_per_s']:,.0f} env steps/s, compiled in {run['compile_s']:.0f} s"
             )
+            if args.parts and seeds == 1:
+                run["parts_ms"] = parts(name, args.repeats)
+                Console().print("  ".join(f"{part} {ms:.2f} ms" for part, ms in run["parts_ms"].items()))
             if args.out is not None:  # after each: an interrupt costs one only
                 write_json(args.out, {**about, "runs": found})
 

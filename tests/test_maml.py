@@ -81,10 +81,12 @@ def test_a_step_that_would_do_harm_is_halved():
 
 def test_lbfgs_takes_the_steps_of_another_implementation():
     matrix = jnp.array([[1.0, 2, 0, 0], [2, 10, 0, 0], [0, 0, 100, 0], [0, 0, 0, 3]])
-    loss = lambda x: 0.5 * x @ matrix @ x - x @ jnp.arange(1.0, 5.0) + 0.1 * (x**4).sum()  # noqa: E731
+    rest = lambda x: 0.5 * x @ matrix @ x - x @ jnp.arange(1.0, 5.0) + 0.1 * (x**4).sum()  # noqa: E731
+    decay = jnp.array([0.0, 0.5, 0.0, 2.0])
+    loss = lambda x: rest(x) + (decay * x**2).sum()  # noqa: E731
     theirs, known = jnp.ones(4), optax.scale_by_lbfgs(memory_size=3)
     state = known.init(theirs)
-    mine = jax.jit(lambda x: lbfgs(loss, x, steps=5, rate=0.3, memory=3))(theirs)
+    mine = jax.jit(lambda x: lbfgs(rest, x, steps=5, rate=0.3, memory=3, decay=decay))(theirs)
 
     @jax.jit
     def other(x, state):

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from safeicrl.envs.api import Env, record, replace
+from safeicrl.envs.api import Env, record, refuse_several, replace
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.feedforward import Actor
 from safeicrl.nets.heads import Categorical
@@ -169,19 +169,19 @@ class SafeAdapter(Adapter):
             gained = (ratio * batch.reward).sum() - dual * cost
             return kl - gained / (inner.reward_weight + dual * cost_weight), (kl, cost)
 
-        def step(carry: tuple, _: None) -> tuple[tuple, jax.Array]:
-            actor, memory, dual, stopped = carry
+        def step(_: int, carry: tuple) -> tuple:
+            actor, memory, dual, stopped, _ = carry
             gradient, (kl, cost) = jax.grad(loss, has_aux=True)(actor, dual)
             stopped = stopped | (kl > inner.max_kl)
             change, memory = optimiser.update(gradient, memory)
             actor = jax.tree.map(lambda x, by: jnp.where(stopped, x, x + by), actor, change)
             left = slack - cost - cost_weight * kl
             moved = jnp.clip(dual - inner.dual_rate * left, 0.0, inner.dual_cap)
-            return (actor, memory, jnp.where(stopped, dual, moved), stopped), kl
+            return actor, memory, jnp.where(stopped, dual, moved), stopped, kl
 
-        start = (actor, optimiser.init(actor), jnp.float32(0.0), jnp.array(False))
-        (actor, _, dual, _), kl = jax.lax.scan(step, start, length=inner.steps)
-        return actor, {"lambda": dual, "inner_kl": kl[-1]}
+        start = (actor, optimiser.init(actor), jnp.float32(0.0), jnp.array(False), jnp.float32(0.0))
+        actor, _, dual, _, kl = jax.lax.fori_loop(0, inner.steps, step, start)
+        return actor, {"lambda": dual, "inner_kl": kl}
 
 
 @record
@@ -198,6 +198,7 @@ class SafeMeta(MetaLearner):
     kind: ClassVar[str] = "safe-meta"
 
     def __init__(self, env: Env, config: SafeMetaConfig):
+        refuse_several(env.spec, "safe-meta")
         super().__init__(env, config, SafeAdapter(env.spec, config))
         if config.inner.form == "closed-form" and self.adapter.view.cells is None:
             raise UserError(f"inner.form closed-form is for small grids with discrete actions, not for {env}")

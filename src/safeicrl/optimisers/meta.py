@@ -186,9 +186,10 @@ class Adapter:
             return (points.weight * (critic(points.inputs)[..., 0] - goal) ** 2).sum()
 
         def fit(critic: FeedForward, goal: jax.Array) -> FeedForward:
-            decay = lambda c: options.decay * sum((x**2).sum() for x in c.weights)  # noqa: E731
-            loss = lambda c: error(c, goal) + decay(c)  # noqa: E731
-            return lbfgs(loss, critic, steps=options.steps, rate=rate, memory=options.memory)
+            # of the weights, which are matrices, and not of the biases
+            decay = jax.tree.map(lambda x: jnp.full_like(x, options.decay if x.ndim > 1 else 0.0), critic)
+            error_of = lambda c: error(c, goal)  # noqa: E731
+            return lbfgs(error_of, critic, steps=options.steps, rate=rate, memory=options.memory, decay=decay)
 
         fitted = jax.vmap(fit)(critics, goals)
         return fitted, jax.vmap(error)(fitted, goals)

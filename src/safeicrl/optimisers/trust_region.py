@@ -65,10 +65,11 @@ def trust_region_step(
     """
     start, unflatten = ravel_pytree(params)
     value, gradient = jax.value_and_grad(lambda x: surrogate(unflatten(x)))(start)
-    slope = jax.grad(lambda x: divergence(unflatten(x)))
+    # Linearised once: what does not depend on the vector is not computed again for each product.
+    _, curvature = jax.linearize(jax.grad(lambda x: divergence(unflatten(x))), start)
 
     def fisher(vector: Vector) -> Vector:
-        return jax.jvp(slope, (start,), (vector,))[1] + config.damping * vector
+        return curvature(vector) + config.damping * vector
 
     direction = conjugate_gradient(fisher, gradient, config.iterations)
     length = direction @ fisher(direction)  # twice the KL of a whole step
