@@ -144,6 +144,14 @@ class Scared:
         guarded = {"risk": self.config.risk} if self.config.net.guard else {}
         return {"kind": "net", "net": dataclasses.asdict(self.config.net), **guarded}
 
+    @property
+    def row_axes(self) -> dict[str, int]:
+        """What is divided among devices."""
+        config = self.config
+        ppo = config.optimiser == "ppo"
+        learned = {"algo.ppo.minibatch": config.ppo.minibatch} if ppo else {"algo.ddpg.batch": config.ddpg.batch}
+        return {"algo.rows": config.rows, **learned}
+
     def update(self, state: ScaredState) -> tuple[ScaredState, dict[str, jax.Array]]:
         """One iteration of Eq. 6."""
         key, task_key, play_key, learn_key = jax.random.split(state.key, 4)

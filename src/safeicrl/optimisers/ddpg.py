@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from safeicrl.agents.in_context import InContextAgent
+from safeicrl.devices import everywhere, over_rows
 from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, record, replace
 from safeicrl.envs.spaces import Box, Discrete
 from safeicrl.errors import UserError, check_integer, check_number
@@ -245,14 +246,14 @@ class DDPG:
         self, state: DDPGState, trials: Trials, tasks: PyTree, multiplier: jax.Array, iteration: jax.Array, key: Key
     ) -> tuple[DDPGState, dict[str, jax.Array]]:
         """Store the new trials, then take gradient steps on replayed ones; `multiplier` is [episode]."""
-        stored = buffer.add(state.replay, self.row(trials, tasks))
+        stored = buffer.add(state.replay, everywhere(self.row(trials, tasks)))
         params, static = eqx.partition(state.net, eqx.is_array)
         slow_params, slow_static = eqx.partition(state.slow, eqx.is_array)
 
         def gradient_step(carry: tuple, key: Key) -> tuple:
             params, slow, optimiser, scale = carry
             sample_key, loss_key = jax.random.split(key)
-            batch = buffer.sample(stored, sample_key, self.config.batch)
+            batch = over_rows(buffer.sample(stored, sample_key, self.config.batch))
             heads = eqx.combine(slow, slow_static)
             loss = lambda p: self.loss(eqx.combine(p, static), heads, batch, multiplier, scale, loss_key)  # noqa: E731
             grads, (new_scale, metrics) = jax.grad(loss, has_aux=True)(params)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from safeicrl.agents.in_context import InContextAgent
+from safeicrl.devices import everywhere, over_rows
 from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.heads import Critic, PolicyNet, TanhNormal, transplanted
@@ -159,11 +160,12 @@ class PPO:
         entropy = self.config.entropy[0] + progress * (self.config.entropy[1] - self.config.entropy[0])
         features = jax.vmap(jax.vmap(self.env.task_features))(tasks)  # [row, queue, feature]
         batch = Batch(trials=trials, task=features, multiplier=multiplier[trials.token.episode])
+        batch = everywhere(batch)  # one exchange; a minibatch would need one each, its rows are of all devices
         params, static = eqx.partition(state.net, eqx.is_array)
 
         def minibatch(carry: tuple, rows: jax.Array) -> tuple:
             params, optimiser, scale = carry
-            part = jax.tree.map(lambda x: x[rows], batch)
+            part = over_rows(jax.tree.map(lambda x: x[rows], batch))
             loss = lambda p: self.loss(eqx.combine(p, static), part, scale, entropy)  # noqa: E731
             grads, (new_scale, metrics) = jax.grad(loss, has_aux=True)(params)
             updates, optimiser = self.optimiser.update(grads, optimiser, params)
