@@ -278,7 +278,7 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
         "test_files.py::test_a_flipped_bit_anywhere_in_a_card_is_noticed",
     ),
     Mutant(
-        "a stop looks like the end", "cli.py", "stop.exit_status\n\n\ndef _asked", "0\n\n\ndef _asked",
+        "a stop looks like the end", "cli.py", "stop.exit_status\n\n\ndef _with", "0\n\n\ndef _with",
         "test_files.py::test_a_stop_by_signal_has_its_own_exit_status",
     ),
     Mutant(
@@ -301,6 +301,19 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
     Mutant(
         "a lost process is not explained", "hosts.py", "if fatal or code == LOST:", "if code is None:",
         "test_devices.py::test_a_lost_process_ends_the_run_which_then_goes_on",
+    ),
+    # sweeps
+    Mutant(
+        "a sweep begins a killed run anew", "recipes/sweep.py", "if _begun(task.folder) else", "if False else",
+        "test_sweep.py::test_an_interrupted_sweep_stops_and_goes_on_where_it_was",
+    ),
+    Mutant(
+        "a sweep repeats what is finished", "recipes/sweep.py", "if run.name not in finished", "if True",
+        "test_sweep.py::test_a_failed_run_is_named_and_the_others_go_on_and_finished_ones_are_skipped",
+    ),
+    Mutant(
+        "a stopped run of a sweep counts as failed", "recipes/sweep.py", "code >= 128", "code >= 256",
+        "test_sweep.py::test_an_interrupted_sweep_stops_and_goes_on_where_it_was",
     ),
     # what ships
     *(Noise(name) for name in SHIPPED),

@@ -267,15 +267,8 @@ def test_run_folders(folder, changes, file):
 
 @fuzzed("sweeps", changes=edits())
 def test_sweep_folders(folder, changes):
-    run = {
-        "name": "a=1",
-        "label": "a=1",
-        "command": "x",
-        "status": "failed",
-        "error": "",
-        "seconds": 1.0,
-        "host": "h",
-    }
+    known = {"name": "a=1", "label": "a=1", "command": "x", "status": "failed"}
+    run = {**known, "error": "", "seconds": 1.0, "host": "h"}
     content = edited({"settings": ["--x"], "evaluate": None, "grid": {"a": ["1"]}, "runs": [run]}, changes)
     (folder / "sweep.json").write_text(json.dumps(content))
     plan = Plan(name="x", settings=("--x",), grid={"a": ("1", "2")}, evaluate=None, runs=())
