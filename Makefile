@@ -44,6 +44,7 @@ format: .venv/ready
 lock:  ## resolve the ranges of pyproject.toml anew (needs uv)
 	uv pip compile --universal --python-version 3.11 --no-header --no-annotate \
 	  --extra mujoco --extra dev --extra tensorboard --extra minari --extra pandas --extra onnx --extra play --extra docs \
+	  --extra ray \
 	  pyproject.toml -o requirements.lock
 
 clean:

@@ -78,6 +78,7 @@ class Noise:
 
 
 UNNOTICED = "test_unnoticed.py::test_"
+COSTS = "test_costs.py::test_"
 OVER = f"{UNNOTICED}a_budget_that_is_spent_exactly_is_kept"
 KEYS = f"{UNNOTICED}evaluation_plays_unseen_tasks_with_keys_of_their_own"
 SPEED = f"{UNNOTICED}speed_limits_are_safety_gymnasiums"
@@ -119,6 +120,27 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
     Mutant(
         "baselines not wiped in training's evaluation", "train.py", "wipe=options.wipe)", "wipe=False)",
         f"{UNNOTICED}a_baseline_is_wiped_in_its_evaluation",
+    ),
+    # several costs
+    Mutant(
+        "over budget only if all costs are", "budgets.py", "over.any(-1) if several", "over.all(-1) if several",
+        f"{COSTS}over_budget_is_any_cost_over_its_own",
+    ),
+    Mutant(
+        "penalty of the first cost only", "penalty.py", "return beyond.sum(-1)", "return beyond[..., 0]",
+        f"{COSTS}tokens_and_penalties_of_random_play",
+    ),
+    Mutant(
+        "λ by the mean over costs", "trial.py", "self.excess.max(-1) if", "self.excess.mean(-1) if",
+        f"{COSTS}every_signal_takes_the_largest_over_costs",
+    ),
+    Mutant(
+        "budgets of all costs rise together", "evaluation/evaluate.py", "permutation(order) if index",
+        "choice(1) + order if index", f"{COSTS}results_by_cost",
+    ),
+    Mutant(
+        "fallback only when all budgets are used up", "policies/policy.py", "np.asarray(spent.any(-1))",
+        "np.asarray(spent.all(-1))", f"{COSTS}a_policy_takes_a_budget_for_each_cost",
     ),
     # worlds
     Mutant("other held-out speed limits", "envs/safe_velocity.py", "(0.60, 0.75, ", "(0.65, 0.75, ", SPEED),
@@ -164,8 +186,8 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
         "optax.linear_schedule(begin, begin, warm)", f"{UNNOTICED}ppos_learning_rate_rises_then_falls",
     ),
     Mutant(
-        "spent budgets drawn per trial", "algos/scared.py", "each = (*shape, self.episodes)",
-        "each = (*shape, 1)", f"{UNNOTICED}overspent_episodes_are_drawn_one_by_one",
+        "spent budgets drawn per trial", "algos/scared.py", "each = (*shape, self.episodes,",
+        "each = (*shape, 1,", f"{UNNOTICED}overspent_episodes_are_drawn_one_by_one",
     ),
     Mutant(
         "slow heads not rescaled", "optimisers/ddpg.py",

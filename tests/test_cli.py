@@ -97,7 +97,7 @@ def refused(capsys, *args) -> str:
         ("evaluate --policy x", "leave out --policy, its value alone"),
         ("evaluate --agent random --out .", "--out must name the file"),
         ("evaluate --agent random --seed 99999999999999999999", "seed must be an integer ≥ 0 and below 2³²"),
-        ("evaluate --agent random --budgets 3", "--budgets takes two numbers, got '3'$"),
+        ("evaluate --agent random --budgets 3", "--budgets takes two numbers, got fewer$"),
         ("evaluate x --agent random", "needs either a policy"),
         ("evaluate --agent randon", "invalid choice 'randon'"),
         ("evaluate --agent random --env safe-dark-rom", "Did you mean 'safe-dark-room'"),

@@ -43,12 +43,14 @@ from safeicrl.optimisers.lagrangian import PPOLagConfig
 from safeicrl.policies import cards
 from safeicrl.policies.policy import Policy, load_policy
 from safeicrl.recipes import recipe
+from safeicrl.recipes.grid import Plan, open_index
 from safeicrl.recipes.presets import preset
+from safeicrl.show.report.sweep import sweep_panels
 from safeicrl.train import TrainConfig, describe
 
 CASES = {
     "command lines": 100, "cards": 80, "configs": 150, "runs": 60, "results": 60, "logs": 50, "acting": 60,
-    "resets": 30,
+    "resets": 30, "sweeps": 40,
 }  # fmt: skip
 FACTOR = int(os.environ.get("FUZZ", "1"))
 ROOM = SafeDarkRoom(size=3, obstacles=2, max_steps=4, episodes=2)
@@ -130,6 +132,7 @@ OPTIONS = {
     "train": "preset line like resume out algo env minutes iterations seed seeds chunk start evaluation.every "
     "evaluation.tasks evaluation.seed env.size env.alpha env.test-budget algo.rows algo.net.width algo.net.layers "
     "algo.penalty.price algo.ppo.clip wandb",
+    "sweep": "grid out evaluate ray-address cpus gpus retries dry-run preset algo env seeds env.size algo.rows",
     "collect": "env env-args by out tasks limits steps seed group learner.hidden learner.envs minari minari-every",
     "evaluate": "agent env env-args tasks budgets budget-count budgets-per-task episodes temperature greedy risk "
     "seed rows label out wipe",
@@ -165,7 +168,8 @@ def idle(monkeypatch, tmp_path):
     """Nothing is computed, and nothing is written but in an own folder."""
     monkeypatch.chdir(tmp_path)
     for name in (
-        "recipes.run.run_recipe", "histories.collect.collect", "histories.demonstrations.collect_demonstrations",
+        "recipes.run.run_recipe", "recipes.sweep.run_sweep", "histories.collect.collect",
+        "histories.demonstrations.collect_demonstrations",
         "policies.contenders.evaluate", "show.demo.run", "policies.export.save_policy", "evaluation.plots.save",
         "show.play.server.run", "show.report.reproduce.reproduce",
     ):  # fmt: skip
@@ -257,6 +261,27 @@ def test_run_folders(folder, changes, file):
     for read in (recipe.load_recipe, recipe.load_progress, tables.read_run):
         try:
             read(run)
+        except UserError as error:
+            one_line(error)
+
+
+@fuzzed("sweeps", changes=edits())
+def test_sweep_folders(folder, changes):
+    run = {
+        "name": "a=1",
+        "label": "a=1",
+        "command": "x",
+        "status": "failed",
+        "error": "",
+        "seconds": 1.0,
+        "host": "h",
+    }
+    content = edited({"settings": ["--x"], "evaluate": None, "grid": {"a": ["1"]}, "runs": [run]}, changes)
+    (folder / "sweep.json").write_text(json.dumps(content))
+    plan = Plan(name="x", settings=("--x",), grid={"a": ("1", "2")}, evaluate=None, runs=())
+    for read in (tables.run_results, sweep_panels, lambda path: open_index(path, plan)):
+        try:
+            read(folder)
         except UserError as error:
             one_line(error)
 

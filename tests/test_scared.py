@@ -22,7 +22,7 @@ from safeicrl.evaluation.evaluate import evaluate
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers import replay as buffer
 from safeicrl.optimisers.ddpg import DDPG, DDPGConfig, Heads, Nets, Seen, paper_config
-from safeicrl.optimisers.ppo import PPO, ActorCritic, Batch, PPOConfig
+from safeicrl.optimisers.ppo import PPO, ActorCritic, Batch, PPOConfig, PPOState
 from safeicrl.penalty import PenaltyConfig
 from safeicrl.policies import checkpoint
 from safeicrl.trial import episode_sums, sample_queue
@@ -318,6 +318,32 @@ def test_the_ppo_loss_by_hand(rows, form):
     assert metrics["kl"] == pytest.approx(0, abs=1e-5)
     assert metrics["entropy"] == pytest.approx(np.log(5), rel=1e-5)
     assert metrics["clipped"] == 0
+
+
+def test_the_released_policy_may_be_an_average_of_the_last_ones():
+    averaged, last = (
+        PPO(ROOM, TINY, PenaltyConfig(), PPOConfig(average=x, minibatch=8), iterations=10, rows=ROWS)
+        for x in (0.9, 0.0)
+    )
+    first, second = (
+        PPOState(net=net, optimiser=None, scale=np.ones(2), average=net.policy)
+        for net in (
+            random_weights(functools.partial(ActorCritic, TINY, ROOM.spec, True), scale=x) for x in (1.0, 2.0)
+        )
+    )
+    weight = lambda net: net.actor.first.weight  # noqa: E731
+    for iteration, keep in ((0, 0.1), (1000, 0.9)):
+        found = averaged._average(first.average, second.net.policy, jnp.int32(iteration))
+        expected = keep * weight(first.average) + (1 - keep) * weight(second.net.policy)
+        np.testing.assert_allclose(weight(found), expected, rtol=1e-5)
+    state = replace(first, average=second.average)
+    assert averaged.agent(state).net is second.average
+    assert averaged.explorer(state).net is first.net.policy
+    # another run begins with the average as its own, or drops it
+    assert averaged.start_from(second, state).average is second.average
+    assert last.start_from(second, state).average is None
+    with pytest.raises(UserError, match=r"ppo\.average must be below 1, got 1"):
+        PPOConfig(average=1.0)
 
 
 def test_gradients_are_clipped_by_their_common_norm():

@@ -1,4 +1,4 @@
-"""The command line: safeicrl train | collect | evaluate | export | compare | plot | reproduce | demo | play | list.
+"""The command line: safeicrl train | sweep | collect | evaluate | export | compare | plot | reproduce | demo | ...
 
 A user's mistake gets one line on stderr and exit code 2; a traceback is always a bug. A run that a signal stopped
 has saved its work, and ends with exit code 128 + signal: 130 after Ctrl-C.
@@ -25,7 +25,7 @@ from rich.table import Table
 
 from safeicrl.compiled import keep_compiled
 from safeicrl.config import DROPPED, dropped_option
-from safeicrl.errors import Approximation, BeyondTraining, Damaged, UserError, printable, unknown_name
+from safeicrl.errors import Approximation, BeyondTraining, Damaged, Incomplete, UserError, printable, unknown_name
 from safeicrl.files import check_output, make_folder
 from safeicrl.plugins import import_module, load_entry_points
 from safeicrl.signals import StopRequest
@@ -106,7 +106,7 @@ def _plain_warnings() -> Iterator[None]:
             message: Warning | str, category: type[Warning], filename: str, lineno: int,
             file: TextIO | None = None, line: str | None = None,
         ) -> None:  # fmt: skip
-            if issubclass(category, (Approximation, BeyondTraining, Damaged)):
+            if issubclass(category, (Approximation, BeyondTraining, Damaged, Incomplete)):
                 print(f"safeicrl: {printable(str(message))}", file=sys.stderr)
             else:
                 of_others(message, category, filename, lineno, file, line)
@@ -135,18 +135,14 @@ def _first_line(thing: Any) -> str:
 
 def train(args: list[str]) -> int:
     """Train a policy: --preset NAME, or --algo NAME --env NAME, or as a stored run: --like RUN; or --resume RUN."""
-    from safeicrl.recipes.form import check_resumable, train_form, with_options
+    from safeicrl.recipes.form import check_resumable
     from safeicrl.recipes.run import run_recipe
 
     settings, recipe, resume = _asked_recipe(args)
-    forms: list[Any] = [
-        _parse("train", train_form(recipe, index, train.__doc__ or ""), settings)
-        for index in range(len(recipe.stages))
-    ]
-    changed = with_options(recipe, forms)
+    changed, out = _with_settings("train", recipe, settings)
     if resume is not None:
         check_resumable(recipe, changed)
-    out = resume or forms[0].out or Path("runs") / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    out = resume or out or Path("runs") / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     stop = StopRequest()
     ran = run_recipe(changed, out=out, resume=resume is not None, stop=stop)
     if ran.policies:
@@ -157,6 +153,17 @@ def train(args: list[str]) -> int:
     if ran.iterations:
         print(f"its curves:   safeicrl plot {out}")
     return stop.exit_status
+
+
+def _with_settings(command: str, recipe: Any, settings: list[str]) -> tuple[Any, Path | None]:
+    """The recipe with what the command line changes in it, and the folder that it asks for."""
+    from safeicrl.recipes.form import train_form, with_options
+
+    forms: list[Any] = [
+        _parse(command, train_form(recipe, index, train.__doc__ or ""), settings)
+        for index in range(len(recipe.stages))
+    ]
+    return with_options(recipe, forms), forms[0].out
 
 
 def _asked_recipe(args: list[str]) -> tuple[list[str], Any, Path | None]:
@@ -194,6 +201,59 @@ def _named(args: list[str]) -> tuple[list[str], tuple[str, ...]]:
             left.append(argument)
         skip = not skip and argument in ("--algo", "--env")
     return left, (algo or "scared", env or "safe-dark-room")
+
+
+# -- sweep --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """Train a grid of runs, side by side with Ray; the same command goes on after an interrupt.
+
+    Every other option is one of safeicrl train and holds for all runs: --preset, --algo, --env, --seeds, --minutes,
+    --algo.rows and so on. The seeds of --seeds train side by side within each run.
+    """
+
+    # a setting that differs from run to run, with its values: algo.penalty.step=0.01,0.02 or preset=car,point or
+    # seed=0,1,2; may be repeated. The words of one value are separated by spaces.
+    grid: Annotated[
+        tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="SETTING=VALUE,VALUE")
+    ] = ()  # fmt: skip
+    out: Path | None = None  # folder of the sweep; sweeps/NAME-DATE by default
+    evaluate: int | None = None  # evaluate each trained run on this many unseen tasks
+    ray: bool = True  # --no-ray: one run after another in this process
+    ray_address: str | None = None  # of an existing Ray cluster, or auto; by default Ray starts on this machine
+    cpus: float = 1.0  # that Ray counts for each run
+    gpus: float | None = None  # likewise, e.g. 0.25: four runs share one; 1 where there are GPUs by default
+    retries: int = 3  # of a run whose process dies; each goes on from its checkpoint
+    dry_run: bool = False  # list the runs and their commands, and do nothing
+
+
+def sweep(args: list[str]) -> int:
+    """Train a grid of runs, side by side with Ray; the same command goes on after an interrupt."""
+    asked, settings = _parse_known("sweep", Sweep, args)
+
+    from safeicrl.errors import check_integer
+    from safeicrl.recipes.grid import make_plan
+    from safeicrl.recipes.sweep import Resources, run_sweep
+
+    if asked.evaluate is not None:
+        check_integer("--evaluate", asked.evaluate, 1)
+    resources = Resources(
+        ray=asked.ray, address=asked.ray_address, cpus=asked.cpus, gpus=asked.gpus, retries=asked.retries
+    )
+
+    def resolve(words: list[str]) -> Any:
+        rest, recipe, _ = _asked_recipe(words)
+        return _with_settings("sweep", recipe, rest)[0]
+
+    plan = make_plan(asked.grid, settings, evaluate=asked.evaluate, resolve=resolve)
+    out = asked.out or Path("sweeps") / f"{plan.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if asked.dry_run:
+        for run in plan.runs:
+            print(f"{run.name}:  {run.command(out)}")
+        return 0
+    return run_sweep(plan, out=out, resources=resources, command=main)
 
 
 # -- collect ------------------------------------------------------------------------------------------------
@@ -256,7 +316,8 @@ class Evaluate:
     env: str | None = None  # environment of the reference agent; safe-dark-room by default
     env_args: tuple[str, ...] = ()  # parameters of the environment, e.g. size=5 obstacles=6
     tasks: int = 1000  # number of unseen tasks
-    budgets: tuple[float, float] | None = None  # range; the environment's test range by default
+    # range; the environment's test range by default. Several costs: once for all, or once for each
+    budgets: Annotated[tuple[tuple[float, float], ...], tyro.conf.UseAppendAction] = ()
     budget_count: int = 100  # distinct budgets, uniform in the range
     budgets_per_task: int = 1  # trials of each task, from a small to a large budget; with 9, all bins share tasks
     episodes: int | None = None  # episodes in a trial; the environment's K by default
@@ -285,9 +346,10 @@ def evaluate(args: list[str]) -> None:
     contenders, results = _contenders(asked), {}
     outs = _outputs(asked.out, list(contenders))
     unsaved: UserError | None = None
+    budgets: Any = asked.budgets[0] if len(asked.budgets) == 1 else asked.budgets or None
     for name, who in contenders.items():
         result = who.adapting(fresh_episodes=asked.fresh_episodes, updates=asked.updates).evaluate(
-            split=asked.split, task_list=asked.list, tasks=asked.tasks, budgets=asked.budgets,
+            split=asked.split, task_list=asked.list, tasks=asked.tasks, budgets=budgets,
             budget_count=asked.budget_count, budgets_per_task=asked.budgets_per_task,
             episodes=asked.episodes, seed=asked.seed, rows=asked.rows, label=asked.label or who.label,
         )  # fmt: skip
@@ -523,7 +585,7 @@ class Reproduce:
     # paper draws the stored results; smoke and laptop train and evaluate everything anew, at a small size
     scale: Literal["smoke", "laptop", "paper"] = "paper"
     out: Path = Path("report")  # folder of the page, its figures and, at the small scales, its runs
-    results: Path = Path("results")  # folder of the stored results
+    results: Path = Path("results")  # folder of the stored results, or of a sweep: then its runs are drawn
 
 
 def reproduce(args: list[str]) -> None:
@@ -617,6 +679,7 @@ def list_names(args: list[str]) -> None:
 
 COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "train": train,
+    "sweep": sweep,
     "collect": collect,
     "evaluate": evaluate,
     "export": export,
@@ -633,15 +696,8 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
 
 
 def _parse(command: str, form: type[T], args: list[str]) -> T:
-    """The command's options as a dataclass; tyro's errors, which are boxes of text, become one line."""
-    messages = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(messages):
-            asked, unknown = tyro.cli(form, prog=f"safeicrl {command}", args=args, return_unknown_args=True)
-    except SystemExit as leaving:
-        if not leaving.code:
-            raise
-        raise UserError(_one_line(messages.getvalue())) from None
+    """The command's options as a dataclass; any others are refused."""
+    asked, unknown = _parse_known(command, form, args)
     if unknown:
         name = unknown[0].split("=")[0]
         if not name.startswith("-"):
@@ -654,6 +710,18 @@ def _parse(command: str, form: type[T], args: list[str]) -> T:
         hint = f"did you mean {near[0]}?" if near else f"see safeicrl {command} --help"
         raise UserError(f"unknown option {name}; {hint}")
     return asked
+
+
+def _parse_known(command: str, form: type[T], args: list[str]) -> tuple[T, list[str]]:
+    """The command's options, and the words it does not know; tyro's errors, boxes of text, become one line."""
+    messages = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(messages):
+            return tyro.cli(form, prog=f"safeicrl {command}", args=args, return_unknown_args=True)
+    except SystemExit as leaving:
+        if not leaving.code:
+            raise
+        raise UserError(_one_line(messages.getvalue())) from None
 
 
 def _refuse_dropped(unknown: list[str]) -> None:
@@ -681,6 +749,8 @@ def _one_line(text: str) -> str:
     rules = [i for i, line in enumerate(lines) if re.match(r"╭|╰|─{3}|-{3}", line)]  # without UTF-8: no box, dashes
     first, last = [*rules, len(lines)][:2] if rules else (-1, len(lines))
     line = " ".join(line for line in lines[first + 1 : last] if line)
+    if found := re.fullmatch(r"Missing value for argument '(\S+)'\. Expected 2 values\.", line):
+        return f"{found[1]} takes two numbers, got fewer"
     for pattern in MISFITS:
         if found := re.fullmatch(pattern, line):
             kind = found["type"].upper().replace(",", "")

@@ -32,6 +32,10 @@ class BeyondTraining(UserWarning):
     """A policy is used beyond its training: it still acts, but nobody knows how well."""
 
 
+class Incomplete(UserWarning):
+    """Some runs of a sweep have no results yet and were left out."""
+
+
 class Damaged(UserWarning):
     """A part of a file could not be read and was left out."""
 

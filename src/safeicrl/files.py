@@ -29,6 +29,8 @@ except ImportError:  # not a POSIX system: there only the owner's note in the lo
     fcntl = None  # type: ignore[assignment]
 
 RECIPE = "recipe.json"  # what makes a folder a run of several stages
+CHECKPOINT = "checkpoint.safetensors"  # of a run, or of one of its stages
+SWEEP = "sweep.json"  # what makes a folder a sweep of runs
 LOCK = ".lock"  # in a folder that a process works in
 NPZ_BYTES = 2**30  # the most that an array of a results file may hold
 HOST = re.sub(r"[^A-Za-z0-9_-]", "-", platform.node())[:20] or "host"
@@ -190,6 +192,17 @@ def owned(folder: Path) -> Iterator[None]:
             pass  # the kernel's lock counts, not the file
         finally:
             os.close(handle)
+
+
+def disown(folder: Path) -> None:
+    """Forget that a process of another host works in `folder`: for a caller who knows that it has ended."""
+    path = folder / LOCK
+    try:
+        note = _note(path.read_bytes())
+    except OSError:  # nobody works there
+        return
+    if note and note["host"] != platform.node():
+        _remove(path)
 
 
 def _lock(path: Path) -> int:

@@ -13,6 +13,12 @@ Where the paper leaves a choice, or its text and its pseudocode differ, the read
 One reading concerns all of them: δ is the trial's own budget, drawn anew for each trial, and the constraints must
 hold at every budget. One λ still suffices, once it exceeds the largest multiplier of any episode at any budget.
 
+The paper has one cost. Here an environment may have several, each with a budget of its own: the constraints are
+g_{k,i} = E[G_{c_i}(τ_k)] − δ_i for every episode k and every cost i. Reading: they are more constraints of the same
+kind, and the penalty has all of them, λ Σ_k Σ_i [g_{k,i}]₊. An exact penalty is an L1 norm of the violations; one λ
+suffices once it exceeds the largest multiplier of any constraint. So λ follows the largest violation over costs,
+too. It is a price in reward per unit of any of the costs: choose units in which they are of similar size.
+
 Sampled episodes are the record `Episodes` of trial.py, [trial, episode]; those that never ended are ignored.
 """
 
@@ -23,14 +29,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from safeicrl.budgets import bin_of, is_over
+from safeicrl.budgets import beside, bin_of, is_over
 from safeicrl.errors import UserError, check_number
 from safeicrl.returns import linear_recurrence
 from safeicrl.trial import Episodes, Trials
 
 Signal = Literal["hinge", "max_of_means", "mean_of_max"]
 SIGNALS: tuple[Signal, ...] = ("hinge", "max_of_means", "mean_of_max")
-Edges = jax.Array | np.ndarray  # [bin + 1], see budgets.budget_edges
+Edges = jax.Array | np.ndarray  # [bin + 1], with several costs [cost, bin + 1]; see budgets.budget_edges
 
 
 @dataclass(frozen=True)
@@ -76,8 +82,8 @@ def hinge(x: jax.Array) -> jax.Array:
 
 
 def constraint(episodes: Episodes) -> jax.Array:
-    """g_k = E[G_c(τ_k)] − δ for every episode k, [episode]; for trials of one budget."""
-    return _mean(episodes.excess, episodes.played, axis=0)
+    """g_k = E[G_c(τ_k)] − δ for every episode k, [episode], or [episode, cost]; for trials of one budget."""
+    return _mean(episodes.excess, beside(episodes.played, episodes.costs), axis=0)
 
 
 def surrogate(episodes: Episodes, multiplier: jax.Array) -> jax.Array:
@@ -97,16 +103,20 @@ def excess_cost(trials: Trials) -> jax.Array:
 
     Reading: this optimises E[(G_c − δ)₊], which is not the [E[G_c] − δ]₊ of L_Σ. By Jensen's inequality it is never
     smaller: cheap episodes do not make up for expensive ones, and it is 0 only if all episodes keep their budget.
+
+    With several costs it is the sum of theirs, so that one critic of a single number is enough.
     """
     before = -trials.token.ctg  # C_<t − δ
-    return hinge(before + trials.cost) - hinge(before)
+    beyond = hinge(before + trials.cost) - hinge(before)
+    return beyond.sum(-1) if trials.several else beyond
 
 
 def over_budget(trials: Trials) -> jax.Array:
     """v_e = 1{C_e > δ} of Algorithm 1, at every step of its episode; the penalty is λ v_e Q^c (form "paper").
 
     Reading: C_e is the realised cost of the whole episode, and no gradient flows through v_e. This penalises *all*
-    cost of a violating episode, where the excess form penalises only what lies beyond the budget.
+    cost of a violating episode, where the excess form penalises only what lies beyond the budget. For one cost:
+    with several, each v_e would need a critic of its own.
     """
     # Carry the episode's total backwards from its last step (or from where the row was cut).
     last = trials.done.at[..., -1].set(True)
@@ -119,7 +129,8 @@ def net_reward(trials: Trials, config: PenaltyConfig) -> jax.Array:
 
     Beyond the paper: L_Σ does not count cost within the budget. With a price, the agent spends only where it pays.
     """
-    return trials.reward - config.price * (trials.cost - excess_cost(trials))
+    cost = trials.cost.sum(-1) if trials.several else trials.cost
+    return trials.reward - config.price * (cost - excess_cost(trials))
 
 
 # -- Eq. 6, second line: λ ← [λ + η max_k g_k]₊ ------------------------------------------------------------------
@@ -146,7 +157,9 @@ def update_multiplier(
     """
     if config.dual == "naive":
         # Eq. 5: g_k of each episode drives its own λ_k. An episode that nobody played gives no signal.
-        signal = jnp.where(episodes.played.any(0), constraint(episodes), 0.0)
+        # With several costs, the largest of them.
+        largest = lambda g: g.max(-1) if episodes.several else g  # noqa: E731
+        signal = jnp.where(episodes.played.any(0), largest(constraint(episodes)), 0.0)
     elif config.signal == "hinge":
         signal = hinge_by_bin(episodes, edges).max() - config.tolerance
     elif config.signal == "max_of_means":
@@ -162,10 +175,10 @@ def update_multiplier(
 def max_of_means(episodes: Episodes, edges: Edges) -> jax.Array:
     """Eq. 6's max_k g_k, the largest mean of C_k − δ; 0 if nothing was played.
 
-    Reading: the maximum is over episodes *and* budget bins. In a mean over mixed budgets, slack at large budgets
-    would cancel violations at small ones, and λ would stay 0.
+    Reading: the maximum is over episodes *and* budget bins, and over costs. In a mean over mixed budgets, slack at
+    large budgets would cancel violations at small ones, and λ would stay 0.
     """
-    inside = in_bins(episodes.budgets, edges) & episodes.played[..., None]  # [trial, episode, bin]
+    inside = _inside(episodes, edges)  # [trial, episode, bin], or [trial, episode, cost, bin]
     means = _mean(episodes.excess[..., None], inside, axis=0)
     return jnp.where(episodes.played.any(), jnp.where(inside.any(0), means, -jnp.inf).max(), 0.0)
 
@@ -176,31 +189,39 @@ def mean_of_max(episodes: Episodes) -> jax.Array:
     It is never below Eq. 6's maximum of means. Reading: C^max is initialised once per trajectory. As printed, it is
     set to −∞ inside the episode loop, which would make it the last episode's cost.
     """
-    worst = jnp.where(episodes.played, episodes.excess, -jnp.inf).max(-1)
+    worst = jnp.where(episodes.played, episodes.worst_excess, -jnp.inf).max(-1)
     some = episodes.played.any(-1)
     return _mean(jnp.where(some, worst, 0.0), some, axis=0)
 
 
 def hinge_by_bin(episodes: Episodes, edges: Edges) -> jax.Array:
-    """The mean of (C − δ)₊ over the episodes of each budget bin, [bin]; 0 in an empty bin.
+    """The mean of (C − δ)₊ over the episodes of each budget bin, [bin] or [cost, bin]; 0 in an empty bin.
 
     Not in the paper, whose two signals compare costs with δ in expectation. This one measures what users ask for:
-    every single episode within its budget. The worst bin counts, against a small tolerance.
+    every single episode within its budget. The worst bin counts, of any cost, against a small tolerance.
     """
-    inside = in_bins(episodes.budgets, edges) & episodes.played[..., None]
+    inside = _inside(episodes, edges)
     return _mean(hinge(episodes.excess)[..., None], inside, axis=(0, 1))
 
 
 def over_by_bin(episodes: Episodes, edges: Edges) -> jax.Array:
-    """The share of episodes over their budget in each budget bin, [bin], for the log; 0 in an empty bin."""
-    inside = in_bins(episodes.budgets, edges) & episodes.played[..., None]
+    """The share of episodes over their budget in each budget bin, [bin], for the log; 0 in an empty bin.
+
+    With several costs [cost, bin]: over that cost's budget, by bins of that budget.
+    """
+    inside = _inside(episodes, edges)
     over = is_over(episodes.costs, episodes.budgets)
     return _mean(over[..., None].astype(jnp.float32), inside, axis=(0, 1))
 
 
 def in_bins(budget: jax.Array, edges: Edges) -> jax.Array:
     """Whether each budget is in each bin, [..., bin] bool."""
-    return bin_of(budget, edges)[..., None] == jnp.arange(len(edges) - 1)
+    return bin_of(budget, edges)[..., None] == jnp.arange(edges.shape[-1] - 1)
+
+
+def _inside(episodes: Episodes, edges: Edges) -> jax.Array:
+    """Episodes played with a budget of each bin, [trial, episode, bin] or [trial, episode, cost, bin]."""
+    return in_bins(episodes.budgets, edges) & beside(episodes.played, episodes.costs)[..., None]
 
 
 def _mean(values: jax.Array, mask: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from safeicrl.budgets import beside
 from safeicrl.envs.api import EnvSpec, record
 
 
@@ -12,7 +13,8 @@ class Token:
 
     It holds the whole last transition (previous observation, action, reward, cost). The observation that ended an
     episode is replaced by the next episode's first one, so without `previous` nobody could tell where the goal was.
-    `time` and `episode` are the token's position in the trial.
+    `time` and `episode` are the token's position in the trial. With several costs, `cost` and `ctg` have one more
+    axis, [row, cost].
     """
 
     observation: jax.Array  # [row, obs]
@@ -39,12 +41,13 @@ def usable_budget(budget: jax.Array, spec: EnvSpec) -> jax.Array:
 def first_token(spec: EnvSpec, observation: jax.Array, budget: jax.Array) -> Token:
     """The first token of a trial, one row."""
     zero = jnp.float32(0)
+    no_cost = jnp.zeros(spec.cost_shape) if spec.several else zero
     return Token(
         observation=observation,
         previous=observation,
         action=spec.action.no_action(),
         reward=zero,
-        cost=zero,
+        cost=no_cost,
         ctg=budget,
         start=jnp.array(True),
         time=jnp.int32(0),
@@ -63,7 +66,7 @@ def next_token(
         action=action,
         reward=reward,
         cost=cost,
-        ctg=jnp.where(done, budget, token.ctg - cost),
+        ctg=jnp.where(beside(done, cost), budget, token.ctg - cost),
         start=done,
         time=jnp.where(done, 0, token.time + 1),
         episode=token.episode + done,

@@ -31,8 +31,8 @@ from safeicrl.envs.registry import env_to_plain
 from safeicrl.errors import UserError, check_integer, check_number, check_seed
 from safeicrl.evaluation.evaluate import check_size, evaluate
 from safeicrl.evaluation.results import Results
-from safeicrl.evaluation.statistics import Summary, rank, summarise
-from safeicrl.files import owned, read_json, write_json
+from safeicrl.evaluation.statistics import Summary, rank, summaries, summarise
+from safeicrl.files import CHECKPOINT, owned, read_json, write_json
 from safeicrl.log import JsonLines, Sink, TensorBoard, Terminal, WandB
 from safeicrl.policies import checkpoint
 from safeicrl.policies.cards import read_card, save_policy
@@ -40,7 +40,6 @@ from safeicrl.policies.catalogue import find_policy, load_agent
 from safeicrl.provenance import surroundings
 from safeicrl.signals import StopRequest
 
-CHECKPOINT = "checkpoint.safetensors"
 FAILURES = 3  # non-finite iterations in a row after which a run gives up
 
 Step = Callable[[PyTree], tuple[PyTree, dict[str, np.ndarray]]]  # state → state, metrics [chunk, seed, ...]
@@ -518,8 +517,11 @@ def _numbers(means: dict[str, np.ndarray]) -> str:
     """The metrics to watch, for an algorithm that plays or for one that learns from histories."""
     if "return" in means:
         physics_share = f"  physics {means['physics_share']:.0%}" if "physics_share" in means else ""
+        names = [name.removeprefix("costs/") for name in means if name.startswith("costs/")]
+        costs = [f"{name} {means[f'costs/{name}']:.2f}/{means[f'budgets/{name}']:.2f}" for name in names]
+        costs = costs or [f"cost {means['cost']:.2f}/{means['budget']:.2f}"]
         return (
-            f"return {means['return']:.3f}  cost {means['cost']:.2f}/{means['budget']:.2f}  "
+            f"return {means['return']:.3f}  {'  '.join(costs)}  "
             f"over {means['over_budget']:.1%}  λ {means['lambda']:.3g}{physics_share}"
         )
     accuracy = f"  accuracy {means['accuracy']:.1%}" if "accuracy" in means else ""
@@ -589,26 +591,31 @@ def _evaluate(
             card = _card(algorithm, config, status, found, seed)
             # The checkpoint is written later: a run killed in between does this again when it is resumed.
             save_policy(_policy_path(folder, seed), own, card, found)
-    _log_evaluation([summarise(found) for found in results], status, sinks, terminal)
+    _log_evaluation(results, status, sinks, terminal)
     return results
 
 
-def _log_evaluation(summaries: list[Summary], status: Status, sinks: list[Sink], terminal: Terminal) -> None:
+def _log_evaluation(results: list[Results], status: Status, sinks: list[Sink], terminal: Terminal) -> None:
     names = ("total_return", "last_return", "over_budget", "over_budget_last", "cost")
-    each = {name: np.array([getattr(summary, name) for summary in summaries]) for name in names}
+    found = [summarise(result) for result in results]
+    each = {name: np.array([getattr(summary, name) for summary in found]) for name in names}
+    for cost in results[0].cost_names if results[0].several else ():
+        own = [summarise(result.by_cost()[cost]) for result in results]
+        each[f"costs/{cost}"] = np.array([summary.cost for summary in own])
+        each[f"over_budgets/{cost}"] = np.array([summary.over_budget for summary in own])
     line: dict[str, Any] = {
         "iteration": status.iteration, "env_steps": status.env_steps, "seconds": round(status.seconds, 3),
         **{f"eval/{name}": value.mean() for name, value in each.items()},
     }  # fmt: skip
-    if len(summaries) > 1:
+    if len(found) > 1:
         line |= {f"eval/{name}/seeds": value for name, value in each.items()}
     for sink in sinks:
         sink.write(status.env_steps, line)
     totals = " ".join(f"{value:.2f}" for value in each["total_return"])
     terminal.say(
-        f"evaluation at iteration {status.iteration}: total return {totals} of {summaries[0].episodes} episodes, "
-        f"{summaries[0].last_name} {each['last_return'].mean():.3f}, over budget {each['over_budget'].mean():.2%} "
-        f"({summaries[0].last_name} {each['over_budget_last'].mean():.2%})"
+        f"evaluation at iteration {status.iteration}: total return {totals} of {found[0].episodes} episodes, "
+        f"{found[0].last_name} {each['last_return'].mean():.3f}, over budget {each['over_budget'].mean():.2%} "
+        f"({found[0].last_name} {each['over_budget_last'].mean():.2%})"
     )
 
 
@@ -632,7 +639,7 @@ def _card(algorithm: Algorithm, config: TrainConfig, status: Status, results: Re
             "env_steps": status.env_steps,
             "minutes": math.ceil(status.seconds / 6) / 10,
         },
-        "evaluation": {**results.meta, "summary": dataclasses.asdict(summarise(results))},
+        "evaluation": {**results.meta, **summaries(results)},
         "limits": [
             f"trained on budgets {algorithm.env.spec.train_budget} and these environment parameters only",
             "a budget is kept in most episodes, never with certainty: over_by_budget says how often it was broken, "

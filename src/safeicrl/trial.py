@@ -8,6 +8,7 @@ has ended).
 """
 
 import itertools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -15,14 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from safeicrl.agents.api import Agent
+from safeicrl.budgets import Ranges, beside, is_over, ranges_of
 from safeicrl.envs.api import Env, Key, PyTree, Split, record, replace
 from safeicrl.envs.faults import find_fault
+from safeicrl.errors import UserError
 from safeicrl.tokens import Token, first_token, next_token, usable_budget
 
 
 @record
 class Trials:
-    """What happened; every array is [row, time, ...]."""
+    """What happened; every array is [row, time, ...]. Several costs: `cost` and `budget` are [row, time, cost]."""
 
     token: Token  # what the agent saw
     budget: jax.Array  # the episode's usable budget δ: CTG at its first step; negative where it began overspent
@@ -43,9 +46,14 @@ class Trials:
         return self.terminated | self.truncated
 
     @property
+    def several(self) -> bool:
+        """Whether there are several costs."""
+        return self.cost.ndim > self.reward.ndim
+
+    @property
     def episode_cost(self) -> jax.Array:
         """Cost of the episode so far, this step included."""
-        return _running_sum(self.cost, self.token.start)
+        return _running_sum(self.cost, beside(self.token.start, self.cost), self.token.start.ndim - 1)
 
     @property
     def learnable(self) -> jax.Array:
@@ -63,14 +71,14 @@ def first_fault(trials: Trials) -> jax.Array:
     )  # fmt: skip
 
 
-def _running_sum(values: jax.Array, start: jax.Array) -> jax.Array:
-    """Sum along time since the last `start`."""
+def _running_sum(values: jax.Array, start: jax.Array, axis: int) -> jax.Array:
+    """Sum along time, the given axis, since the last `start`."""
 
     def combine(left: tuple, right: tuple) -> tuple:
         (a, a_start), (b, b_start) = left, right
         return jnp.where(b_start, b, a + b), a_start | b_start
 
-    return jax.lax.associative_scan(combine, (values, start), axis=values.ndim - 1)[0]
+    return jax.lax.associative_scan(combine, (values, start), axis=axis)[0]
 
 
 @record
@@ -79,20 +87,29 @@ class _Row:
 
     state: PyTree
     token: Token
-    budget: jax.Array  # [] of the present episode
+    budget: jax.Array  # [] of the present episode; [cost] with several costs
     trial: jax.Array  # [] int32, place in the queue
     over: jax.Array  # [] bool: the queue is empty
 
 
 @eqx.filter_jit
-def sample_queue(env: Env, split: Split, budgets: tuple[float, float], shape: tuple[int, ...], key: Key) -> tuple:
-    """Tasks of `split` and budgets uniform in a range, both of leading `shape`."""
+def sample_queue(env: Env, split: Split, budgets: Ranges, shape: tuple[int, ...], key: Key) -> tuple:
+    """Tasks of `split` and budgets uniform in a range, both of leading `shape`.
+
+    With several costs, the budget of each is drawn by itself, from the one range or from its own.
+    """
     task_key, budget_key = jax.random.split(key)
     keys = jax.random.split(task_key, shape)
     sample = lambda k: env.sample_task(k, split)  # noqa: E731
     for _ in shape:
         sample = jax.vmap(sample)
-    return sample(keys), jax.random.uniform(budget_key, shape, minval=budgets[0], maxval=budgets[1])
+    low: Any
+    high: Any
+    if env.spec.several:
+        low, high = np.asarray(ranges_of(budgets, env.spec.costs, "budgets"), np.float32).T
+    else:
+        low, high = budgets
+    return sample(keys), jax.random.uniform(budget_key, (*shape, *env.spec.cost_shape), minval=low, maxval=high)
 
 
 @eqx.filter_jit
@@ -111,8 +128,8 @@ def run_trials(
     """Play each row's queue of trials, `episodes` episodes each, for `steps` steps.
 
     `tasks` are [row, queue]. `budgets` are [row, queue] or, one for each episode, [row, queue, episode]; an episode
-    with a negative budget begins overspent. With `lengths`, [row, queue] int, each trial has its own number of
-    episodes, at most `episodes`.
+    with a negative budget begins overspent. With several costs, a cost axis follows. With `lengths`, [row, queue]
+    int, each trial has its own number of episodes, at most `episodes`.
 
     `segments` cuts the scan so that the agent's memory can grow between them (a KV cache is read only as far as it
     is filled); the valid steps are the same for any number. Segments after the last row's last step are skipped:
@@ -120,7 +137,8 @@ def run_trials(
     """
     budgets = usable_budget(jnp.asarray(budgets, jnp.float32), env.spec)
     rows, queue = budgets.shape[:2]
-    budgets = jnp.broadcast_to(budgets if budgets.ndim == 3 else budgets[..., None], (rows, queue, episodes))
+    whole = (rows, queue, episodes, *env.spec.cost_shape)
+    budgets = jnp.broadcast_to(budgets if budgets.ndim == len(whole) else budgets[:, :, None], whole)
     lengths = jnp.full((rows, queue), episodes) if lengths is None else lengths
     reset_key, scan_key = jax.random.split(key)
     carry = jax.vmap(_enter, (None, 0, 0, 0))(env, tasks, budgets, jax.random.split(reset_key, rows))
@@ -176,6 +194,9 @@ def _advance(
     step_key, reset_key = jax.random.split(key)
     task = jax.tree.map(lambda x: x[row.trial], tasks)
     state, step = env.step(step_key, row.state, action, task)
+    if jnp.shape(step.cost) != (expected := env.spec.cost_shape):
+        names = ", ".join(env.spec.costs)
+        raise UserError(f"steps must return costs of shape {expected} ({names}), got shape {jnp.shape(step.cost)}")
     done = step.terminated | step.truncated
     trial_done = done & (row.token.episode + 1 >= lengths[row.trial])
     played = Trials(
@@ -202,7 +223,10 @@ def _advance(
 
 @record
 class Episodes:
-    """Undiscounted sums per episode, [trial, episode]; to be ignored where `played` is false."""
+    """Undiscounted sums per episode, [trial, episode]; to be ignored where `played` is false.
+
+    With several costs, `costs` and `budgets` are [trial, episode, cost].
+    """
 
     returns: jax.Array
     costs: jax.Array
@@ -211,14 +235,29 @@ class Episodes:
     played: jax.Array  # bool: the episode was finished
 
     @property
+    def several(self) -> bool:
+        """Whether there are several costs."""
+        return self.costs.ndim > self.returns.ndim
+
+    @property
     def excess(self) -> jax.Array:
-        """C_k − δ: one sample of the paper's g_k."""
+        """C_k − δ: one sample of the paper's g_k, for each cost if there are several."""
         return self.costs - self.budgets
 
     @property
+    def worst_excess(self) -> jax.Array:
+        """[trial, episode] C_k − δ of the cost for which it is largest."""
+        return self.excess.max(-1) if self.several else self.excess
+
+    @property
+    def over(self) -> jax.Array:
+        """[trial, episode] bool: the episode cost more than its budget, in any of its costs."""
+        return is_over(self.costs, self.budgets, self.several)
+
+    @property
     def overspent(self) -> jax.Array:
-        """Bool: the episode began with its budget overspent. Exact: budgets are kept as they were told."""
-        return self.budgets < 0
+        """[trial, episode] bool: it began with a budget overspent. Exact: budgets are kept as they were told."""
+        return (self.budgets < 0).any(-1) if self.several else self.budgets < 0
 
 
 @eqx.filter_jit
@@ -233,10 +272,11 @@ def episode_sums(trials: Trials, episodes: int, queue: int = 1) -> Episodes:
         sums = jax.vmap(add)(jnp.where(here, values, 0).astype(jnp.float32), index)
         return sums.reshape(-1, episodes)
 
+    of_costs = jax.vmap(total, -1, -1) if trials.several else total
     return Episodes(
         returns=total(trials.reward),
-        costs=total(trials.cost),
+        costs=of_costs(trials.cost),
         lengths=total(jnp.ones_like(trials.reward)),
-        budgets=total(jnp.where(trials.token.start, trials.budget, 0)),
+        budgets=of_costs(jnp.where(beside(trials.token.start, trials.budget), trials.budget, 0)),
         played=total(trials.done) > 0,
     )

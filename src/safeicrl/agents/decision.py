@@ -100,7 +100,7 @@ class DecisionAgent(eqx.Module):
 
     def target(self, budget: jax.Array) -> jax.Array:
         """The return to ask for with a budget: the paper's pairs, as a share of the greatest return in the data."""
-        share = budget / max(self.net.spec.test_budget[1], 1e-6)
+        share = budget / max(self.net.spec.bounds("test")[1], 1e-6)
         return self.scales.returns[1] * jnp.clip(share, RTG_FLOOR, 1.0)
 
     @property

@@ -43,8 +43,8 @@ class Algorithm(Protocol):
         """One iteration: collect trials, learn. Metrics are scalars or small vectors, `METRICS` among them.
 
         "env_steps" counts the steps this iteration learned from, played or read; "return", "cost" and "budget" are
-        means over episodes; "over_budget" is the share of episodes over their budget; "fault" is what
-        `trial.first_fault` says about the trials.
+        means over episodes (several costs: of the sums); "over_budget" is the share of episodes over their budget;
+        "fault" is what `trial.first_fault` says about the trials.
         """
         ...
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from safeicrl.envs.api import Env
+from safeicrl.envs.api import Env, refuse_several
 from safeicrl.errors import UserError, check_number
 from safeicrl.nets.feedforward import Actor
 from safeicrl.nets.heads import Distribution
@@ -79,6 +79,7 @@ class MamlPenalty(MetaLearner):
     adapter: MamlAdapter
 
     def __init__(self, env: Env, config: MamlPenaltyConfig):
+        refuse_several(env.spec, "maml-penalty")
         super().__init__(env, config, MamlAdapter(env.spec, config))
 
     def card(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from safeicrl.agents.mlp import MlpAgent
-from safeicrl.envs.api import Env, Key, PyTree, replace
+from safeicrl.envs.api import Env, Key, PyTree, refuse_several, replace
 from safeicrl.envs.spaces import Grid
 from safeicrl.errors import UserError
 from safeicrl.optimisers.lagrangian import Learner, LearnerState, PPOLagConfig
@@ -23,7 +23,8 @@ class PPOLag:
     """The learner on a `FixedTask`, or on any environment with one task and one budget."""
 
     def __init__(self, env: Env, config: PPOLagConfig):
-        low, high = env.spec.train_budget
+        refuse_several(env.spec, "ppo-lag")
+        low, high = env.spec.bounds("train")
         if low != high:
             raise UserError(
                 f"ppo-lag learns one task under one cost limit, but {type(env).__name__} has budgets from {low} to "

@@ -15,7 +15,7 @@ import optax
 
 from safeicrl.agents.api import Agent
 from safeicrl.agents.decision import DecisionAgent
-from safeicrl.envs.api import Env, Key, PyTree, record, replace
+from safeicrl.envs.api import Env, Key, PyTree, record, refuse_several, replace
 from safeicrl.envs.spaces import Discrete
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.histories.store import open_histories
@@ -75,6 +75,7 @@ class SafeAD(eqx.Module):
     metrics = ("env_steps", "loss")
 
     def __init__(self, env: Env, config: SafeADConfig, histories: Any = None):
+        refuse_several(env.spec, "safe-ad")
         if histories is None:
             histories = open_histories(config.histories, env=env)
         self.env, self.config = env, config

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from safeicrl.envs.api import Env, record, replace
+from safeicrl.envs.api import Env, record, refuse_several, replace
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.feedforward import Actor
 from safeicrl.nets.heads import Categorical, Distribution
@@ -200,6 +200,7 @@ class SafeMeta(MetaLearner):
     kind: ClassVar[str] = "safe-meta"
 
     def __init__(self, env: Env, config: SafeMetaConfig):
+        refuse_several(env.spec, "safe-meta")
         super().__init__(env, config, SafeAdapter(env.spec, config))
         if config.inner.form == "closed-form" and self.adapter.view.cells is None:
             raise UserError(f"inner.form closed-form is for small grids with discrete actions, not for {env}")

@@ -5,6 +5,7 @@ L_Σ(π, λ) with a policy optimiser; move λ by the worst violation of the poli
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from safeicrl.agents.api import Agent
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.budgets import budget_edges, is_over
-from safeicrl.envs.api import Env, Key, PyTree, record, replace
+from safeicrl.envs.api import Env, Key, PyTree, record, refuse_several, replace
 from safeicrl.errors import MOST_STEPS, UserError, check_integer, check_number, check_risk
 from safeicrl.nets.attention import MAX_TRIALS
 from safeicrl.nets.heads import PolicyNet
@@ -40,8 +41,9 @@ class ScaredConfig:
     segments: int = 6  # stages in which the KV cache grows while acting
     budget_power: float = 1.5  # budgets are low + (high − low) u^power: above 1, small ones are practised more
     risk: float = 0.03  # chance of breaking the budget that the guard tolerates (net.guard)
+    first_risk: float | None = None  # at the start of the run, see `tolerated_risk`; None: `risk` from the start
     overtime: float = 0.0  # share of the trials that last OVERTIME times as many episodes, see `play`
-    spent: float = 0.0  # share of the episodes that begin overspent, see `draw`
+    spent: float = 0.0  # share of the episodes that begin overspent, in each cost; see `draw`
     net: NetConfig = field(default_factory=NetConfig)
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
     optimiser: Literal["ppo", "ddpg"] = "ppo"  # PPO, or the off-policy one of Algorithm 1
@@ -59,6 +61,8 @@ class ScaredConfig:
             if check_number(name, getattr(self, name), 0.0) > 1:
                 raise UserError(f"{name} must be at most 1, got {getattr(self, name)}")
         check_risk(self.risk)
+        if self.first_risk is not None:
+            check_risk(self.first_risk)
         if self.optimiser not in ("ppo", "ddpg"):
             raise UserError(f"optimiser must be ppo or ddpg, got {self.optimiser!r}")
         if self.net.levels and self.optimiser == "ddpg":
@@ -92,7 +96,9 @@ class Scared:
         self.episodes = self.usual * (OVERTIME if config.overtime else 1)  # ... and of the longest one
         self.steps = config.steps or self.usual * env.spec.max_steps
         check_integer("rows · steps", config.rows * self.steps, 1, MOST_STEPS)
-        self.edges = budget_edges(*env.spec.test_budget)  # the report's; the outer bins take budgets beyond them
+        self.edges = budget_edges(*env.spec.bounds("test"))  # the report's; the outer bins take budgets beyond them
+        if config.penalty.form == "paper":
+            refuse_several(env.spec, "penalty.form paper")
         self.optimiser = self._optimiser()
 
     def _optimiser(self) -> PPO | DDPG:
@@ -142,10 +148,10 @@ class Scared:
         """One iteration of Eq. 6."""
         key, task_key, play_key, learn_key = jax.random.split(state.key, 4)
         tasks, budgets = self.draw(task_key)
-        trials = self.play(self.optimiser.explorer(state.optimiser), tasks, budgets, play_key)
+        progress = jnp.clip(state.iteration / self.config.iterations, 0.0, 1.0)
+        trials = self.play(self.explorer(state, progress), tasks, budgets, play_key)
         played = episode_sums(trials, self.episodes, self.config.queue)
         fresh = without_overspent(played)
-        progress = jnp.clip(state.iteration / self.config.iterations, 0.0, 1.0)
         multiplier = update_multiplier(
             state.multiplier, self.judged(state, fresh), self.edges, self.config.penalty, progress
         )
@@ -153,7 +159,7 @@ class Scared:
         optimiser, metrics = self.optimiser.update(
             state.optimiser, trials, tasks, per_episode, state.iteration, learn_key
         )
-        metrics |= summary(played) | {
+        metrics |= summary(played, self.env.spec.costs) | {
             "env_steps": trials.valid.sum(),
             "lambda": multiplier.max(),
             "over_budget_by_bin": over_by_bin(fresh, self.edges),
@@ -161,6 +167,15 @@ class Scared:
         }
         state = ScaredState(optimiser=optimiser, multiplier=multiplier, iteration=state.iteration + 1, key=key)
         return state, metrics
+
+    def explorer(self, state: ScaredState, progress: jax.Array) -> InContextAgent:
+        """The policy that plays in training, with the risk that its guard tolerates by now."""
+        explorer = self.optimiser.explorer(state.optimiser)
+        if explorer.risk is None or self.config.first_risk is None:
+            return explorer
+        return dataclasses.replace(
+            explorer, risk=tolerated_risk(self.config.first_risk, self.config.risk, progress)
+        )
 
     def judged(self, state: ScaredState, fresh: Episodes) -> Episodes:
         """The episodes that move λ: those just played, or these and all that replay still holds."""
@@ -185,18 +200,28 @@ class Scared:
     def draw(self, key: Key) -> tuple[PyTree, jax.Array]:
         """Training tasks [row, queue] and the budgets of their episodes, [row, queue, episode].
 
+        With several costs each has a budget of its own, [row, queue, episode, cost].
+
         All episodes of a trial have its budget, except a share that begins overspent: their budget is negative, of
         a size that mid-episode overruns have. There every cost counts from the first step on, and the agent learns
         to wait from a standstill. In mid-episode it would have to brake first, which pays only once it stops.
         """
         shape = (self.config.rows, self.config.queue)
         tasks, u = sample_queue(self.env, "train", (0.0, 1.0), shape, key)
-        low, high = self.env.spec.train_budget
-        budgets = (low + (high - low) * u**self.config.budget_power)[..., None]
+        low, high = self.env.spec.bounds("train")
+        budgets = (low + (high - low) * u**self.config.budget_power)[:, :, None]
         spent_key, size_key = jax.random.split(jax.random.fold_in(key, 1))
-        each = (*shape, self.episodes)
+        each = (*shape, self.episodes, *self.env.spec.cost_shape)
         spent = jax.random.bernoulli(spent_key, self.config.spent, each)
         return tasks, jnp.where(spent, -jax.random.uniform(size_key, each, maxval=high / 2), budgets)
+
+
+def tolerated_risk(first: float, last: float, progress: jax.Array) -> jax.Array:
+    """The guard's risk in training: from `first` to `last` by equal factors over the first half of the run, [].
+
+    A guard that has learned nothing forbids at random, and a policy that must not move does not learn to explore.
+    """
+    return first * (last / first) ** jnp.clip(2.0 * progress, 0.0, 1.0)
 
 
 def without_overspent(episodes: Episodes) -> Episodes:
@@ -204,14 +229,24 @@ def without_overspent(episodes: Episodes) -> Episodes:
     return replace(episodes, played=episodes.played & ~episodes.overspent)
 
 
-def summary(episodes: Episodes) -> dict[str, jax.Array]:
-    """What the log says about an iteration's finished episodes, and separately about those that began overspent."""
+def summary(episodes: Episodes, names: Sequence[str] = ("cost",)) -> dict[str, jax.Array]:
+    """What the log says about an iteration's finished episodes, and separately about those that began overspent.
+
+    With several costs, "cost" and "budget" are sums over them; each cost's own numbers are beside them by name.
+    """
     mean = lambda x, where: jnp.where(where, x, 0.0).sum() / jnp.maximum(where.sum(), 1)  # noqa: E731
     fresh = without_overspent(episodes).played
+    cost, budget = episodes.costs, episodes.budgets
+    own: dict[str, jax.Array] = {}
+    if episodes.several:
+        for what, values in {"costs": cost, "budgets": budget, "over_budgets": is_over(cost, budget)}.items():
+            own |= {f"{what}/{name}": mean(values[..., index], fresh) for index, name in enumerate(names)}
+        cost, budget = cost.sum(-1), budget.sum(-1)
     return {
         "return": mean(episodes.returns, fresh),
-        "cost": mean(episodes.costs, fresh),
-        "cost_spent": mean(episodes.costs, episodes.played & episodes.overspent),  # 0 where there were none
-        "budget": mean(episodes.budgets, fresh),
-        "over_budget": mean(is_over(episodes.costs, episodes.budgets), fresh),
+        "cost": mean(cost, fresh),
+        "cost_spent": mean(cost, episodes.played & episodes.overspent),  # 0 where there were none
+        "budget": mean(budget, fresh),
+        "over_budget": mean(episodes.over, fresh),
+        **own,
     }

@@ -8,6 +8,9 @@ The task is an argument of `reset` and `step`, and `reset` never resamples it: a
 context when the task stays the same across episodes. Environments handle one episode: `jax.vmap` makes batches
 of them. They do not reset themselves either: when an episode ends, `step.observation` is its true final
 observation, and the caller (trial.py, gym.py) calls `reset`.
+
+An environment with several costs names them in `spec.costs`. Then costs and budgets have one more axis, the last
+one, [cost], from the environment to the results. With one cost there is no such axis anywhere.
 """
 
 import dataclasses
@@ -16,7 +19,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar, dataclass_transform
 
 import jax
+import numpy as np
 
+from safeicrl.budgets import Range, Ranges, check_costs, ranges_of
 from safeicrl.envs.spaces import Box, Discrete, Grid
 from safeicrl.errors import UserError, check_integer
 
@@ -45,14 +50,46 @@ class EnvSpec:
     action: Discrete | Box
     max_steps: int  # episode time limit; reaching it truncates
     episodes: int  # K, episodes in a trial
-    train_budget: tuple[float, float]  # range of δ while training
-    test_budget: tuple[float, float]  # range of δ in the paper's evaluation
-    cost_unit: float  # every step cost is a multiple of it; 0 when costs are real-valued
+    train_budget: Ranges  # range of δ while training; with several costs, one for all or one for each
+    test_budget: Ranges  # range of δ in the paper's evaluation; likewise
+    cost_unit: float  # every step cost, of each kind, is a multiple of it; 0 when costs are real-valued
     task_features: int  # length of `Env.task_features(task)`
     max_cost: float = math.inf  # largest cost of one step; a guard needs one that is finite
+    costs: tuple[str, ...] = ("cost",)  # names of the costs; each has a budget of its own
 
     def __post_init__(self) -> None:
         check_integer("steps of an episode · episodes of a trial", self.max_steps * self.episodes, 1)
+        check_costs(self.costs)
+        if self.several:
+            for name in ("train_budget", "test_budget"):
+                ranges_of(getattr(self, name), self.costs, name)
+
+    @property
+    def several(self) -> bool:
+        """Whether there are several costs, and with them a cost axis."""
+        return len(self.costs) > 1
+
+    @property
+    def cost_shape(self) -> tuple[int, ...]:
+        """Shape of the cost of one step, and of a budget: () for one cost, else (costs,)."""
+        return (len(self.costs),) if self.several else ()
+
+    def each_cost(self, values: Any) -> list[Any]:
+        """An array of costs or budgets taken apart: one array without the cost axis for each cost."""
+        return [values[..., i] for i in range(len(self.costs))] if self.several else [values]
+
+    def ranges(self, split: "Split") -> tuple[Range, ...]:
+        """The range of budgets of each cost, in training or in the test."""
+        given = self.train_budget if split == "train" else self.test_budget
+        return ranges_of(given, self.costs, "budgets") if self.several else (given,)  # type: ignore[return-value]
+
+    def bounds(self, split: "Split") -> tuple[Any, Any]:
+        """Least and greatest budget: two numbers; with several costs, two arrays [cost]."""
+        ranges = self.ranges(split)
+        if not self.several:
+            return ranges[0]
+        low, high = np.asarray(ranges, np.float32).T
+        return low, high
 
     @property
     def trial_steps(self) -> int:
@@ -66,7 +103,7 @@ class Step:
 
     observation: jax.Array  # [obs]; when the episode ends: its final observation
     reward: jax.Array  # []
-    cost: jax.Array  # []
+    cost: jax.Array  # []; with several costs [cost], in the order of `EnvSpec.costs`
     terminated: jax.Array  # [] bool: the task ended the episode
     truncated: jax.Array  # [] bool: the time limit ended it, and the task did not
 
@@ -94,6 +131,12 @@ class Env(Protocol):
     def task_features(self, task: PyTree) -> jax.Array:
         """The hidden task as a vector. Only privileged critics and reference agents may look at it."""
         ...
+
+
+def refuse_several(spec: EnvSpec, what: str) -> None:
+    """Raise if there are several costs, which `what` cannot handle."""
+    if spec.several:
+        raise UserError(f"{what} takes one cost, this environment has {len(spec.costs)}: {', '.join(spec.costs)}")
 
 
 def check_split(split: str) -> Split:

@@ -3,8 +3,9 @@
     env = EpisodeCost(RecordEpisodeStatistics(env))              # from gymnasium.wrappers
     envs = VectorEpisodeCost(RecordEpisodeStatistics(envs))      # from gymnasium.wrappers.vector
 
-At an episode's end `info["episode"]["c"]` is the sum of its `info["cost"]`, the last step's included. In the
-autoreset mode SAME_STEP that one is in `info["final_info"]` only, and a sum over `info["cost"]` misses it.
+At an episode's end `info["episode"]["c"]` is the sum of its `info["cost"]`, the last step's included; of several
+costs, a vector. In the autoreset mode SAME_STEP that one is in `info["final_info"]` only, and a sum over
+`info["cost"]` misses it.
 """
 
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
+from safeicrl.budgets import beside
 from safeicrl.errors import UserError
 
 
@@ -22,7 +24,7 @@ class EpisodeCost(gymnasium.Wrapper):
 
     def __init__(self, env: gymnasium.Env) -> None:
         super().__init__(env)
-        self.cost = 0.0  # of this episode so far
+        self.cost: Any = 0.0  # of this episode so far
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple:
         """Start an episode, at a cost of 0."""
@@ -32,7 +34,7 @@ class EpisodeCost(gymnasium.Wrapper):
     def step(self, action: Any) -> tuple:
         """One step of the environment."""
         observation, reward, terminated, truncated, info = self.env.step(action)
-        self.cost += float(_costs(info))
+        self.cost = self.cost + (cost if (cost := _costs(info)).ndim else float(cost))
         if terminated or truncated:
             info["episode"] = {**info.get("episode", {}), "c": self.cost}
         return observation, reward, terminated, truncated, info
@@ -44,13 +46,13 @@ class VectorEpisodeCost(gymnasium.vector.VectorWrapper):
     def __init__(self, env: gymnasium.vector.VectorEnv) -> None:
         super().__init__(env)
         self.mode = AutoresetMode(self.env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
-        self.costs = np.zeros(self.num_envs)  # [env] of the episode so far
+        self.costs = np.zeros(self.num_envs)  # [env] of the episode so far; [env, cost] with several costs
         self.ended = np.zeros(self.num_envs, bool)  # [env] the last step ended an episode
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple:
         """Start episodes, at a cost of 0."""
         mask = np.ones(self.num_envs, bool) if not options else options.get("reset_mask", True)
-        self.costs = np.where(mask, 0.0, self.costs)
+        self.costs = np.where(beside(np.broadcast_to(mask, self.num_envs), self.costs), 0.0, self.costs)
         self.ended = np.where(mask, False, self.ended)
         return self.env.reset(seed=seed, options=options)
 
@@ -62,17 +64,24 @@ class VectorEpisodeCost(gymnasium.vector.VectorWrapper):
         self.costs[self.ended] = 0.0
         last = ended & (self.mode is AutoresetMode.SAME_STEP)
         if (~last).any():
-            self.costs += np.where(last | self.ended, 0.0, _costs(infos))
+            self._add(_costs(infos), ~(last | self.ended))
         if last.any():
-            self.costs += np.where(last, _costs(infos.get("final_info", {})), 0.0)
+            self._add(_costs(infos.get("final_info", {})), last)
         if ended.any():
-            episode = {**infos.get("episode", {}), "c": np.where(ended, self.costs, 0.0), "_c": ended.copy()}
+            total = np.where(beside(ended, self.costs), self.costs, 0.0)
+            episode = {**infos.get("episode", {}), "c": total, "_c": ended.copy()}
             infos = {**infos, "episode": episode, "_episode": ended.copy()}
         if self.mode is AutoresetMode.SAME_STEP:
             self.costs[ended] = 0.0
         else:
             self.ended = ended
         return observations, rewards, terminated, truncated, infos
+
+    def _add(self, costs: np.ndarray, where: np.ndarray) -> None:
+        """Add the costs of a step in the environments `where` they count."""
+        if costs.ndim > self.costs.ndim:  # only now it is known that there are several
+            self.costs = np.repeat(self.costs[:, None], costs.shape[-1], axis=1)
+        self.costs = self.costs + np.where(beside(where, costs), costs, 0.0)
 
 
 def _costs(info: Mapping[str, Any]) -> np.ndarray:

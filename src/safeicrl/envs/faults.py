@@ -31,17 +31,30 @@ def find_fault(
 ) -> jax.Array:
     """The first number that is not sound, [5]: its kind (or `NONE`), row, episode, step and value.
 
-    All arguments are [row, time]. `observation` [row, time, obs] is what each step led to. `first` [row, time, obs]
-    is what an episode began with where `start` is true. Where `valid` is false, nothing counts.
+    All arguments are [row, time]; several costs are [row, time, cost]. `observation` [row, time, obs] is what each
+    step led to. `first` [row, time, obs] is what an episode began with where `start` is true. Where `valid` is
+    false, nothing counts.
     """
-    bad = [~is_sound("cost", cost), ~is_sound("reward", reward)]
-    values = [cost, reward]
+    bad: list[jax.Array] = []
+    values: list[jax.Array] = []
+
+    def look(name: str, numbers: jax.Array, counts: jax.Array | bool) -> None:
+        """Look for a fault along the last axis."""
+        wrong = ~is_sound(name, numbers)
+        which = jnp.argmax(wrong, axis=-1, keepdims=True)
+        bad.append(wrong.any(-1) & counts)
+        values.append(jnp.take_along_axis(numbers, which, axis=-1)[..., 0])
+
+    if cost.ndim > reward.ndim:
+        look("cost", cost, True)
+    else:
+        bad.append(~is_sound("cost", cost))
+        values.append(cost)
+    bad.append(~is_sound("reward", reward))
+    values.append(reward)
     if jnp.issubdtype(observation.dtype, jnp.floating):
         for seen, counts in ((observation, True), (first, start)):
-            wrong = ~is_sound("observation", seen)
-            which = jnp.argmax(wrong, axis=-1, keepdims=True)
-            bad.append(wrong.any(-1) & counts)
-            values.append(jnp.take_along_axis(seen, which, axis=-1)[..., 0])
+            look("observation", seen, counts)
     found = jnp.stack(bad) & valid  # [kind, row, time]
     at = jnp.unravel_index(jnp.argmax(found), found.shape)
     kind, row, _ = at

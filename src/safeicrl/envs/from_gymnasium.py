@@ -23,10 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium import spaces
 
+from safeicrl.budgets import Ranges, check_ranges
 from safeicrl.envs.api import EnvSpec, Key, Split, Step, record
 from safeicrl.envs.registry import WORLDS, World
 from safeicrl.envs.spaces import Box, Discrete, Grid
-from safeicrl.errors import UserError, check_integer, check_number, check_range
+from safeicrl.errors import UserError, check_integer, check_number
 
 ONE_CALL = np.array([0, 0, 1], np.int32)  # what a call adds to a ticket
 FLEETS = 4  # groups of environments that are kept: training and an evaluation need two
@@ -49,14 +50,15 @@ def from_gymnasium(
     tasks: Tasks,
     *,
     name: str,
-    budget: tuple[float, float],
+    budget: Ranges,
     episodes: int,
     test_tasks: Tasks | None = None,
-    test_budget: tuple[float, float] | None = None,
+    test_budget: Ranges | None = None,
     max_steps: int | None = None,
     cost_unit: float = 0.0,
     max_cost: float = math.inf,
     features: Callable[[Any], Sequence[float]] | None = None,
+    costs: tuple[str, ...] = ("cost",),
 ) -> "GymnasiumEnv":
     """An environment of this library, known as `name`, whose tasks are Gymnasium environments with `info["cost"]`.
 
@@ -68,6 +70,9 @@ def from_gymnasium(
     time limit of an episode, by default the environment's own. Every cost is a multiple of `cost_unit` (0: any real
     number), and at most `max_cost`, which a guard needs. `features` turns a listed task into numbers for the
     critics, which are thrown away after training; the policy never sees them.
+
+    `costs` names several costs, as in `("heat", "noise")`. The environment then puts those of every step into
+    `info["costs"]`, by name. Each has a budget of its own: `budget` is one range for all of them, or one for each.
     """
     if name in WORLDS and name not in _FLOTILLAS:
         raise UserError(f"environment {name!r} is registered already")
@@ -80,11 +85,12 @@ def from_gymnasium(
         action=flotilla.action,
         max_steps=check_integer("max_steps", limit, 1),
         episodes=check_integer("episodes", episodes, 1),
-        train_budget=check_range("budget", budget),
-        test_budget=check_range("test_budget", test_budget or budget),
+        train_budget=check_ranges(budget, costs, "budget"),
+        test_budget=check_ranges(test_budget or budget, costs, "test_budget"),
         cost_unit=check_number("cost_unit", cost_unit, 0.0),
         task_features=flotilla.features["train"].shape[1],
         max_cost=max_cost,
+        costs=costs,
     )
     _FLOTILLAS[name] = flotilla
     summary = (make_env.__doc__ or "A Gymnasium environment.").partition("\n")[0]
@@ -146,13 +152,13 @@ class GymnasiumEnv:
     def step(self, key: Key, state: _State, action: jax.Array, task: _Task) -> tuple[_State, Step]:
         """Advance one step."""
         ticket, observation, outcome = self._call(self._host.step, state.ticket, action, outcome=True)
-        reward, cost, terminated, truncated = outcome
+        reward, *costs, terminated, truncated = outcome
         time = state.time + 1
         late = (truncated > 0) | (time >= self.spec.max_steps)
         return _State(ticket=ticket, time=time), Step(
             observation=observation,
             reward=reward,
-            cost=cost,
+            cost=jnp.stack(costs) if self.spec.several else costs[0],
             terminated=terminated > 0,
             truncated=late & ~(terminated > 0),
         )
@@ -177,7 +183,7 @@ class GymnasiumEnv:
     def _call(self, host: Callable, *arguments: jax.Array, outcome: bool = False) -> tuple[jax.Array, ...]:
         seen = self.spec.observation
         shapes = [jax.ShapeDtypeStruct((3,), jnp.int32), jax.ShapeDtypeStruct(seen.shape, seen.dtype)]
-        shapes += [jax.ShapeDtypeStruct((4,), jnp.float32)] * outcome
+        shapes += [jax.ShapeDtypeStruct((3 + len(self.spec.costs),), jnp.float32)] * outcome
         return jax.pure_callback(host, tuple(shapes), *arguments, vmap_method="broadcast_all")
 
 
@@ -239,16 +245,28 @@ class _Flotilla:
         """One step of each environment."""
         tickets, actions = np.asarray(tickets), np.asarray(actions)
         flat, leading = tickets.reshape(-1, 3), tickets.shape[:-1]
-        seen, outcomes = [], np.empty((len(flat), 4), np.float32)
+        seen, outcomes = [], np.empty((len(flat), 3 + len(self.spec.costs)), np.float32)
         chosen = actions.reshape(len(flat), *self.action.shape)
         with self.lock:
             for row, member in enumerate(self._members(flat)):
                 observation, reward, terminated, truncated, info = member.env.step(self.decode(chosen[row]))
-                if "cost" not in info:
-                    raise UserError("the environment must put the cost of every step in info['cost']")
                 seen.append(self.encode(observation))
-                outcomes[row] = reward, info["cost"], terminated, truncated
-        return *self._shaped(leading, flat + ONE_CALL, seen), outcomes.reshape(*leading, 4)
+                outcomes[row] = reward, *self._costs(info), terminated, truncated
+        return *self._shaped(leading, flat + ONE_CALL, seen), outcomes.reshape(*leading, outcomes.shape[-1])
+
+    def _costs(self, info: Mapping[str, Any]) -> list[Any]:
+        """What a step cost, of each kind."""
+        if not self.spec.several:
+            if "cost" not in info:
+                raise UserError("the environment must put the cost of every step in info['cost']")
+            return [info["cost"]]
+        costs = info.get("costs")
+        missing = [name for name in self.spec.costs if not isinstance(costs, Mapping) or name not in costs]
+        if missing:
+            raise UserError(
+                f"the environment must put every cost of a step in info['costs']: {missing[0]} is missing"
+            )
+        return [costs[name] for name in self.spec.costs]  # type: ignore[index]
 
     def restart(self, tickets: Any, orders: Any, observations: Any, done: Any) -> tuple[np.ndarray, np.ndarray]:
         """A reset of each environment whose episode is over; what the others see stays."""

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from safeicrl.budgets import Ranges, check_ranges
 from safeicrl.envs.api import EnvSpec, Key, PyTree, Split, Step, record
 from safeicrl.envs.registry import WORLDS, World
 from safeicrl.envs.spaces import Box, Discrete, Grid
-from safeicrl.errors import UserError, check_integer, check_number, check_range
+from safeicrl.errors import UserError, check_integer, check_number
 
 Cost = Callable[[PyTree, jax.Array, PyTree, PyTree], jax.Array]  # state, action, state after, parameters → cost
 
@@ -26,19 +27,20 @@ def from_gymnax(
     tasks: Callable[[Key, Split], PyTree],
     *,
     name: str,
-    budget: tuple[float, float],
+    budget: Ranges,
     episodes: int,
     cost: Cost | None = None,
-    test_budget: tuple[float, float] | None = None,
+    test_budget: Ranges | None = None,
     max_steps: int | None = None,
     cost_unit: float = 0.0,
     max_cost: float = math.inf,
+    costs: tuple[str, ...] = ("cost",),
 ) -> "GymnaxEnv":
     """An environment of this library, known as `name`, whose tasks are parameters of a gymnax environment.
 
     `tasks(key, split)` draws the parameters, a pure function. The cost of a step is `info["cost"]`, or what
-    `cost(state, action, next_state, parameters)` says. `max_steps` is by default that of `env.default_params`. The
-    other arguments are those of `from_gymnasium`.
+    `cost(state, action, next_state, parameters)` says; with several `costs`, an array of them in their order.
+    `max_steps` is by default that of `env.default_params`. The other arguments are those of `from_gymnasium`.
     """
     if name in WORLDS and name not in _SETUPS:
         raise UserError(f"environment {name!r} is registered already")
@@ -53,11 +55,12 @@ def from_gymnax(
         action=action,
         max_steps=check_integer("max_steps", max_steps or int(usual.max_steps_in_episode), 1),
         episodes=check_integer("episodes", episodes, 1),
-        train_budget=check_range("budget", budget),
-        test_budget=check_range("test_budget", test_budget or budget),
+        train_budget=check_ranges(budget, costs, "budget"),
+        test_budget=check_ranges(test_budget or budget, costs, "test_budget"),
         cost_unit=check_number("cost_unit", cost_unit, 0.0),
         task_features=size,
         max_cost=max_cost,
+        costs=costs,
     )
     _SETUPS[name] = _Setup(env=env, tasks=tasks, cost=cost, spec=spec)
     summary = f"{type(env).__name__} of gymnax."

@@ -4,6 +4,9 @@
     observation, info = env.reset(seed=0)
     observation, reward, terminated, truncated, info = env.step(1)     # info["cost"]
 
+With several costs `info["cost"]` is the vector of them, in the order of `spec.costs`, as `policy.act` takes it, and
+`info["costs"]` has each by its name.
+
 The task stays the same across episodes: in-context learning needs that. A new task is drawn at the first reset, at
 `reset(seed=...)` (a seed fixes both the task and the episode) and at `reset(options={"new_task": True})`. A plain
 `reset()` never changes it. `reset(options={"task": ...})` sets a task laid out by hand, which stays until a new one
@@ -279,7 +282,8 @@ class GymEnv(gymnasium.Env):
         self._over = False
         observation = self._to_gym(observation)
         self._path = [observation.copy()]
-        return observation, {"cost": np.float64(0), **self.face.info(self.env, self._state)}
+        nothing = [0.0] * len(self.env.spec.costs)
+        return observation, {**costs_info(self.env, nothing), **self.face.info(self.env, self._state)}
 
     def step(self, action: Any) -> tuple:
         """One step: observation, reward, terminated, truncated, info with the step's cost."""
@@ -289,11 +293,11 @@ class GymEnv(gymnasium.Env):
         now = np.uint32(len(self._path))
         with precision(self.face):
             self._state, seen, outcome = self._compiled.step(self._key, now, self._state, action, self.task)
-        reward, cost, terminated, truncated = np.asarray(outcome).tolist()
+        reward, *costs, terminated, truncated = np.asarray(outcome).tolist()
         self._over = bool(terminated or truncated)
         observation = self._to_gym(seen)
         self._path.append(observation.copy())
-        info = {"cost": np.float64(cost), **self.face.info(self.env, self._state)}
+        info = {**costs_info(self.env, costs), **self.face.info(self.env, self._state)}
         return observation, reward, bool(terminated), bool(truncated), info
 
     def render(self) -> Any:
@@ -308,6 +312,14 @@ class GymEnv(gymnasium.Env):
         return np.array(observation, self.observation_space.dtype)  # a copy: callers may keep it
 
 
+def costs_info(env: Env, costs: Sequence[float]) -> dict[str, Any]:
+    """What `info` says about the costs of a step: one number; or all in a vector, and each by its name."""
+    if not env.spec.several:
+        return {"cost": np.float64(costs[0])}
+    named = zip(env.spec.costs, costs, strict=True)
+    return {"cost": np.array(costs, np.float64), "costs": {name: np.float64(cost) for name, cost in named}}
+
+
 class _Compiled(NamedTuple):
     keys: Callable
     sample: Callable
@@ -320,13 +332,13 @@ def compiled(env: Env) -> _Compiled:
     """The jitted functions of one environment, shared by all its faces so that each is traced once.
 
     They always run on the CPU, because the key they start from is committed to it: one step is far too little work
-    for an accelerator. Most of the time then goes into calls from Python. Therefore a step returns its four numbers
-    as one array, and its random key is made from the episode's key and the time.
+    for an accelerator. Most of the time then goes into calls from Python. Therefore a step returns its numbers as
+    one array, and its random key is made from the episode's key and the time.
     """
 
     def step(key: jax.Array, time: jax.Array, state: PyTree, action: jax.Array, task: PyTree) -> tuple:
         state, step = env.step(jax.random.fold_in(key, time), state, action, task)
-        numbers = (step.reward, step.cost, step.terminated, step.truncated)
+        numbers = (step.reward, *env.spec.each_cost(step.cost), step.terminated, step.truncated)
         return state, step.observation, jnp.stack([jnp.asarray(x, jnp.result_type(float)) for x in numbers])
 
     split_seed = jax.jit(lambda seed: jax.random.split(jax.random.key(seed)))

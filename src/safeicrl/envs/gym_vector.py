@@ -78,7 +78,7 @@ class GymVectorEnv(gymnasium.vector.VectorEnv):
         fresh = mask & (new_task | np.array([one is not None for one in seeds]))
         with precision(self.face):
             self._begin(mask, fresh if self.task is not None else mask, layout)
-        return self._seen(), self._information(np.zeros(self.num_envs), mask)
+        return self._seen(), self._information(np.zeros((self.num_envs, *self.env.spec.cost_shape)), mask)
 
     def step(self, actions: Any) -> tuple:
         """One step of each: observations, rewards, terminated, truncated, info with the costs of the step."""
@@ -90,7 +90,8 @@ class GymVectorEnv(gymnasium.vector.VectorEnv):
             self._time = self._time + np.uint32(1)  # a new array: the compiled step may still read the old one
             stepped = self._compiled.step(self._key, self._time, self._state, actions, self.task)
             self._state, self._observation, outcome = stepped
-            reward, cost, terminated, truncated = np.array(outcome, np.float64)
+            reward, *costs, terminated, truncated = np.array(outcome, np.float64)
+            cost = np.stack(costs, -1) if self.env.spec.several else costs[0]  # [env], or [env, cost]
             reward[waiting], cost[waiting], terminated[waiting], truncated[waiting] = 0, 0, 0, 0
             self._over = (terminated + truncated) > 0
             info: dict[str, Any] = {}
@@ -139,16 +140,25 @@ class GymVectorEnv(gymnasium.vector.VectorEnv):
         final = self._information(cost, over)
         return {"final_obs": last, "_final_obs": over, "final_info": final, "_final_info": over.copy()}
 
-    def _information(self, cost: np.ndarray, where: np.ndarray) -> dict[str, np.ndarray]:
+    def _information(self, cost: np.ndarray, where: np.ndarray) -> dict[str, Any]:
         """Gymnasium's form of a vector info: zeros except `where`, and a mask beside each entry."""
-        info: dict[str, np.ndarray] = {}
-        for name, values in {"cost": cost, **self.face.info(self.env, self._state)}.items():
-            shown = where.reshape((-1,) + (1,) * (values.ndim - 1))
-            info |= {name: np.where(shown, values, 0).astype(values.dtype), f"_{name}": where.copy()}
+        info = _shown({"cost": cost, **self.face.info(self.env, self._state)}, where)
+        if self.env.spec.several:
+            named = dict(zip(self.env.spec.costs, np.moveaxis(cost, -1, 0), strict=True))
+            info |= {"costs": _shown(named, where), "_costs": where.copy()}
         return info
 
     def _seen(self) -> np.ndarray:
         return np.array(self._observation, self.single_observation_space.dtype)  # a copy: callers may keep it
+
+
+def _shown(entries: Mapping[str, np.ndarray], where: np.ndarray) -> dict[str, Any]:
+    """Each entry, zeros except `where`, and the mask beside it."""
+    info: dict[str, Any] = {}
+    for name, values in entries.items():
+        shown = where.reshape((-1,) + (1,) * (values.ndim - 1))
+        info |= {name: np.where(shown, values, 0).astype(values.dtype), f"_{name}": where.copy()}
+    return info
 
 
 def _mask(mask: Any, count: int) -> np.ndarray:
@@ -198,7 +208,7 @@ def _compiled(env: Env) -> _Compiled:
 
     def step(key: jax.Array, time: jax.Array, state: PyTree, action: jax.Array, task: PyTree) -> tuple:
         state, step = env.step(jax.random.fold_in(key, time), state, action, task)
-        numbers = (step.reward, step.cost, step.terminated, step.truncated)
+        numbers = (step.reward, *env.spec.each_cost(step.cost), step.terminated, step.truncated)
         return state, step.observation, jnp.stack([jnp.asarray(x, jnp.result_type(float)) for x in numbers])
 
     def pick(mask: jax.Array, new: PyTree, old: PyTree) -> PyTree:

@@ -71,6 +71,10 @@ WORLDS: dict[str, World] = {
         gym_id="safeicrl/SafeVelocityAnt-v0",
         face="VelocityFace",
     ),
+    "workshop": World(
+        maker="safeicrl.envs.workshop:Workshop",
+        summary="A tiny world with two costs, heat and noise, and a known optimum.",
+    ),
     # Environments made from another one (wrappers.py).
     "fixed-task": World(
         maker="safeicrl.envs.wrappers:FixedTask", summary="One task of another environment, with one cost limit."

@@ -1,6 +1,5 @@
 """Results on disk: npz for the numbers, JSON for where they came from and their summary. No jax."""
 
-import dataclasses
 import hashlib
 import io
 from pathlib import Path
@@ -8,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from safeicrl.errors import UserError, check_integer, check_range
+from safeicrl.budgets import check_costs, ranges_of
+from safeicrl.errors import UserError, check_integer
 from safeicrl.evaluation.results import ARRAYS, Results
-from safeicrl.evaluation.statistics import summarise
+from safeicrl.evaluation.statistics import summaries
 from safeicrl.files import atomic_write, read_json, read_npz, write_json
 
 
@@ -20,7 +20,7 @@ def save_results(results: Results, path: str | Path) -> tuple[Path, Path]:
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **{name: getattr(results, name) for name in ARRAYS})
     arrays, card = Path(f"{stem}.npz"), Path(f"{stem}.json")
-    about = {"meta": results.meta, "summary": dataclasses.asdict(summarise(results))}
+    about = {"meta": results.meta, **summaries(results)}
     atomic_write(arrays, [buffer.getbuffer()])
     # a kill in between leaves the new numbers beside the old provenance: the digest tells
     write_json(card, {**about, "sha256": hashlib.sha256(buffer.getbuffer()).hexdigest()})
@@ -46,11 +46,13 @@ def load_results(path: str | Path) -> Results:
         shape = values["returns"].shape
         if any(value.dtype.kind not in "fiu" for value in values.values()):
             raise ValueError("its arrays must be made of numbers")
-        if len(shape) != 2 or 0 in shape or values["budgets"].shape != shape[:1]:
-            raise ValueError("its arrays do not fit together")
-        if not values["costs"].shape == values["lengths"].shape == shape:
-            raise ValueError("its arrays do not fit together")
         _check_meta(saved["meta"])
+        costs = saved["meta"].get("costs") or ()
+        each = (len(costs),) if len(costs) > 1 else ()
+        if len(shape) != 2 or 0 in shape or values["budgets"].shape != (*shape[:1], *each):
+            raise ValueError("its arrays do not fit together")
+        if values["lengths"].shape != shape or values["costs"].shape != (*shape, *each):
+            raise ValueError("its arrays do not fit together")
         results = Results(meta=saved["meta"], **values)
         if results.budgets_per_task < 1 or shape[0] % results.budgets_per_task:
             raise ValueError(f"{shape[0]} trials cannot be tasks with {results.budgets_per_task} budgets each")
@@ -61,8 +63,10 @@ def load_results(path: str | Path) -> Results:
 
 def _check_meta(meta: dict[str, Any]) -> None:
     """Raise unless what tables and figures read of a result's provenance is of the right type."""
+    costs = tuple(meta.get("costs") or ("cost",))
+    check_costs(costs)
     if meta.get("budget_range") is not None:
-        check_range("budget_range", tuple(meta["budget_range"]))
+        ranges_of(meta["budget_range"], costs, "budget_range")
     check_integer("budgets_per_task", meta.get("budgets_per_task", 1), 1)
     env = meta.get("env", {})
     if not isinstance(env, dict) or not isinstance(env.get("parameters", {}), dict):

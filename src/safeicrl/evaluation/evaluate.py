@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from safeicrl.agents.api import Agent, adapts
+from safeicrl.budgets import Ranges, ranges_of
 from safeicrl.envs.api import Env, Key, PyTree, Split, check_split
 from safeicrl.envs.faults import first_of, refuse_fault
 from safeicrl.envs.registry import env_to_plain
@@ -27,7 +28,7 @@ def evaluate(
     agent: Agent,
     *,
     tasks: int = 1000,
-    budgets: tuple[float, float] | None = None,
+    budgets: Ranges | None = None,
     budget_count: int = 100,
     budgets_per_task: int = 1,
     episodes: int | None = None,
@@ -46,6 +47,9 @@ def evaluate(
     budgets spread over the range. Small and large budgets are then compared on the same tasks; otherwise
     differences between tasks can hide what a budget is worth.
 
+    With several costs, `budgets` is one range for all of them or one for each, in their order. The budgets of the
+    second cost and of later ones are shuffled, so that small and large budgets of all costs meet.
+
     `task_list` takes the first `tasks` tasks of a frozen list of the world (train, validation, test; for the tracks
     also wide) in place of those of `split` and `seed`.
 
@@ -60,8 +64,7 @@ def evaluate(
     episodes, rows = check_size(env, tasks=tasks, budgets_per_task=budgets_per_task, episodes=episodes, rows=rows)
     trials = tasks * budgets_per_task
     check_seed(seed)
-    low, high = budgets or env.spec.test_budget
-    grid = budget_grid(low, high, budget_count)
+    range_, budget = spread_budgets(env, budgets, budget_count, trials, seed)
     if budgets_per_task > budget_count:
         raise UserError(f"budgets_per_task must be at most budget_count, got {budgets_per_task} > {budget_count}")
     begin = time.perf_counter()
@@ -71,7 +74,6 @@ def evaluate(
         sampled = sample_tasks(env, check_split(split), jax.random.split(task_key, tasks))
     else:
         sampled = jax.tree.map(lambda x: x[:tasks], frozen.tasks)
-    budget = grid[np.arange(trials) * len(grid) // trials]  # [trial]: every budget equally often
     steps = episodes * env.spec.max_steps
     segments = min(segments, max(steps // SEGMENT, 1)) if _grows(agent, sampled, steps) else 1
     parts, name = [], env_to_plain(env)["name"]
@@ -93,7 +95,8 @@ def evaluate(
         **({"approximation": what} if (what := getattr(env, "approximation", None)) else {}),
         "split": split,
         "seed": seed,
-        "budget_range": [low, high],
+        **({"costs": list(env.spec.costs)} if env.spec.several else {}),
+        "budget_range": range_,
         "budgets_per_task": budgets_per_task,
         **({} if frozen is None else {"task_list": frozen.described()}),
         **({"limits": _plain_limits(sampled)} if hasattr(sampled, "multiplier") else {}),
@@ -125,6 +128,26 @@ def budget_grid(low: float, high: float, count: int = 100) -> np.ndarray:
     if low > high:
         raise UserError(f"the budget range must rise, got {low} to {high}")
     return (low + (high - low) * (np.arange(count) + 0.5) / count).astype(np.float32)
+
+
+def spread_budgets(
+    env: Env, budgets: Ranges | None, count: int, trials: int, seed: int
+) -> tuple[list[Any], np.ndarray]:
+    """The range of budgets, and the budget of each trial: [trial], or with several costs [trial, cost].
+
+    Every budget of the grid is used equally often.
+    """
+    spec = env.spec
+    order = np.arange(trials) * count // trials
+    if not spec.several:
+        if budgets and isinstance(budgets[0], tuple | list):
+            ranges_of(budgets, spec.costs, "budgets")  # says what is wrong with them
+        low, high = budgets or spec.test_budget
+        return [low, high], budget_grid(low, high, count)[order]  # type: ignore[arg-type]
+    ranges = ranges_of(budgets or spec.test_budget, spec.costs, "budgets")
+    shuffle = lambda index: np.random.default_rng([seed, index]).permutation(order) if index else order  # noqa: E731
+    each = [budget_grid(low, high, count)[shuffle(index)] for index, (low, high) in enumerate(ranges)]
+    return [list(own) for own in ranges], np.stack(each, -1)
 
 
 def _grows(agent: Agent, tasks: PyTree, steps: int) -> bool:

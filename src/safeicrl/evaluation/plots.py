@@ -146,7 +146,7 @@ def profiles(groups: Groups) -> Figure:
 def sweep(groups: Groups) -> Figure:
     """Several runs side by side: each number with its 95% interval, and a dot for each seed."""
     figure, axes = _figure(1, len(MEASURES), (8.4, 1.4 + 0.3 * len(groups)))
-    styled = _styled(groups)
+    styled = _styled(groups, any_cost=True)
     for axis, (title, (measure, percent)) in zip(axes, MEASURES.items(), strict=True):
         for row, (_, colour, _, seeds) in enumerate(styled):
             mean, half = interval(seeds, measure)
@@ -226,10 +226,13 @@ def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure,
     return figure, np.asarray(figure.subplots(rows, columns))
 
 
-def _styled(groups: Groups) -> list[tuple[str, str, str, list[Results]]]:
-    """(label, colour, line style, seeds) of each agent."""
+def _styled(groups: Groups, any_cost: bool = False) -> list[tuple[str, str, str, list[Results]]]:
+    """(label, colour, line style, seeds) of each agent. `any_cost`: the figure is right for several costs too."""
     if not groups:
         raise UserError("there is nothing to draw")
+    several = [seeds[0].cost_names for seeds in groups.values() if seeds[0].several]
+    if several and not any_cost:
+        raise UserError(f"a figure shows one cost of {', '.join(several[0])}: take its results from by_cost()")
     styled, used = [], 0
     for label, seeds in groups.items():
         name = str(seeds[0].meta.get("agent", label))

@@ -25,7 +25,7 @@ class Summary:
     last_return: float  # mean return of the `last` episodes
     over_budget: float  # share of all episodes
     over_budget_last: float  # share of the `last` episodes
-    cost: float  # mean episode cost
+    cost: float  # mean episode cost; with several costs, of their sum
     by_budget: dict[str, float]  # bin → total return; nan for an empty bin
     over_by_budget: dict[str, float]  # bin → share of episodes over budget
     episodes: int
@@ -59,7 +59,7 @@ def summarise(results: Results, last: int | None = None) -> Summary:
         last_return=float(results.returns[:, -last:].mean()),
         over_budget=float(results.over.mean()),
         over_budget_last=float(results.over[:, -last:].mean()),
-        cost=float(results.costs.mean()),
+        cost=float(results.total_costs.mean()),
         by_budget=by_budget,
         over_by_budget=over_by_budget,
         episodes=episodes,
@@ -79,6 +79,14 @@ class Relative:
     error: float  # standard error over tasks
     last_return: float  # mean return of the last episodes
     over_budget_last: float  # share of them over budget
+
+
+def summaries(results: Results) -> dict[str, Any]:
+    """What files and cards say about results: their summary and, with several costs, that of each cost."""
+    found: dict[str, Any] = {"summary": dataclasses.asdict(summarise(results))}
+    if results.several:
+        found["by_cost"] = {name: dataclasses.asdict(summarise(own)) for name, own in results.by_cost().items()}
+    return found
 
 
 def relative(results: Results, *, upper: Results, lower: Results, last: int = 5) -> Relative:
@@ -135,7 +143,13 @@ def _check_comparable(one: Results, other: Results) -> None:
 
 
 def budget_bins(results: Results) -> dict[str, np.ndarray]:
-    """Bin name → which trials it holds, [trial] bool."""
+    """Bin name → which trials it holds, [trial] bool.
+
+    With several costs there are bins of each cost's budget, such as "heat 0–1": a trial is in one bin of each cost.
+    """
+    if results.several:
+        parts = ((name, budget_bins(own)) for name, own in results.by_cost().items())
+        return {f"{name} {span}": rows for name, bins in parts for span, rows in bins.items()}
     edges = budget_edges(*results.budget_range)
     if edges[0] == edges[-1]:
         return {f"{edges[0]:g}": np.ones(len(results.budgets), bool)}
@@ -149,6 +163,9 @@ def rises(results: Results) -> dict[str, list[float]]:
 
     Only where nearly all tasks are in both bins, as with nine budgets per task; never with one budget per task.
     """
+    if results.several:  # from bin to bin of the same cost
+        parts = ((name, rises(own)) for name, own in results.by_cost().items())
+        return {f"{name} {span}": rise for name, found in parts for span, rise in found.items()}
     totals, count = results.returns.sum(axis=1), int(results.task.max()) + 1
     means: dict[str, np.ndarray] = {}  # [task], nan for a task that is not in the bin
     for name, rows in budget_bins(results).items():
@@ -186,7 +203,7 @@ NORMAL = 1.96
 # What runs are compared by: name → number per trial, [trial], and whether it is a share.
 MEASURES: dict[str, tuple[Callable[[Results], np.ndarray], bool]] = {
     "total return": (lambda r: r.returns.sum(axis=1), False),
-    "episode cost": (lambda r: r.costs.mean(axis=1), False),
+    "episode cost": (lambda r: r.total_costs.mean(axis=1), False),
     "over budget": (lambda r: r.over.mean(axis=1), True),
 }
 
@@ -224,10 +241,12 @@ def resampled_trials(results: Results, random: np.random.Generator) -> np.ndarra
     """[trial] the trials of one bootstrap sample: as many tasks, drawn again, each with all its trials.
 
     Where a task has one budget, it is drawn among those of its budget bin: the strata, which keep the budgets' mix.
+    With several costs, the strata are the bins of the first one.
     """
     often = results.budgets_per_task
     tasks = len(results.budgets) // often
-    bins = [np.arange(tasks)] if often > 1 else [np.flatnonzero(rows) for rows in budget_bins(results).values()]
+    strata = budget_bins(next(iter(results.by_cost().values()))).values()
+    bins = [np.arange(tasks)] if often > 1 else [np.flatnonzero(rows) for rows in strata]
     chosen = np.concatenate([random.choice(stratum, len(stratum)) for stratum in bins if len(stratum)])
     return (chosen + tasks * np.arange(often)[:, None]).ravel()
 
@@ -284,7 +303,7 @@ class Safety:
 def safety(seeds: Sequence[Results]) -> Safety:
     """The safety figures of one agent, pooled over its seeds."""
     over = np.concatenate([result.over for result in seeds])  # [trial, episode]
-    excess = np.concatenate([result.costs - result.budgets[:, None] for result in seeds])[over]
+    excess = np.concatenate([result.excess for result in seeds])[over]
     first = over.argmax(axis=1)[over.any(axis=1)] + 1
     known = trained_episodes(seeds[0])
     inside: dict[str, list[np.ndarray]] = {name: [] for name in budget_bins(seeds[0])}
@@ -316,7 +335,7 @@ def trained_episodes(results: Results) -> int | None:
 
 def worst_excess(results: Results) -> np.ndarray:
     """[trial] the cost beyond the budget of the trial's worst episode; negative if all kept it."""
-    return (results.costs - results.budgets[:, None]).max(axis=1)
+    return results.excess.max(axis=1)
 
 
 def rank(summary: Summary, tolerance: float) -> tuple[bool, float]:

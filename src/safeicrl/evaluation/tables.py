@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from safeicrl.errors import UserError
+from safeicrl.errors import Incomplete, UserError
 from safeicrl.evaluation.archive import load_results
 from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.statistics import (
@@ -25,6 +26,7 @@ from safeicrl.evaluation.statistics import (
     standard_error,
     summarise,
 )
+from safeicrl.evaluation.sweeps import is_sweep, read_sweep, training_evaluations
 from safeicrl.log import read_metrics, read_run
 
 
@@ -45,6 +47,7 @@ def summary_table(results: Sequence[Results], title: str | None = None) -> Table
     row("over budget", lambda s: f"{s.over_budget:.2%}")
     row(f"over, {first.last_name}", lambda s: f"{s.over_budget_last:.2%}")
     row("trials ever over", lambda s: f"{s.trials_over:.2%}")
+    _add_costs(table, results)
     if all(summary.by_budget.keys() == first.by_budget.keys() for summary in summaries):
         for name in first.by_budget:
             row(f"total, δ {name}", lambda s, name=name: _number(s.by_budget[name]))
@@ -57,20 +60,47 @@ def summary_table(results: Sequence[Results], title: str | None = None) -> Table
     return table
 
 
+def _add_costs(table: Table, results: Sequence[Results]) -> None:
+    """Rows for each cost by its name, where there are several and all results have the same ones."""
+    names = results[0].cost_names
+    if not results[0].several or any(result.cost_names != names for result in results):
+        return
+    for name in names:
+        own = [summarise(result.by_cost()[name]) for result in results]
+        table.add_row(f"cost, {name}", *(f"{summary.cost:.3g}" for summary in own))
+        table.add_row(f"over budget, {name}", *(f"{summary.over_budget:.2%}" for summary in own))
+
+
 def run_results(path: Path) -> list[Results]:
     """The results in a file; for a run's folder: the evaluations that chose the best policy of each seed.
 
-    All of a folder have its name, so that they count as seeds of one agent.
+    All of a folder have its name, so that they count as seeds of one agent. A sweep's folder has many agents.
     """
     if not path.is_dir():
         return [load_results(path)]
-    files = sorted(path.glob("*-evaluation.npz"))
-    if len(files) > 1:  # after several stages, policy-evaluation is that of the best seed, which is there as well
-        files = [file for file in files if file.name != "policy-evaluation.npz"]
+    if is_sweep(path):
+        return _sweep_results(path)
+    files = training_evaluations(path)
     if not files:
         raise UserError(f"{path} has no evaluation (best-seed*-evaluation.npz); its first one writes it")
+    return _labelled(files, path.resolve().name)
+
+
+def _sweep_results(path: Path) -> list[Results]:
+    """The results of all runs of a sweep that have some; the others are warned of."""
+    runs = read_sweep(path)["runs"]
+    files = {run.name: run.results() for run in runs}
+    missing = [name for name, found in files.items() if not found]
+    if len(missing) == len(runs):
+        raise UserError(f"no run of the sweep {path} has an evaluation yet")
+    if missing:
+        warnings.warn(f"left out, without an evaluation yet: {', '.join(missing)}", Incomplete, stacklevel=2)
+    return [result for run in runs for result in _labelled(files[run.name], run.label)]
+
+
+def _labelled(files: Sequence[Path], label: str) -> list[Results]:
     found = [load_results(file) for file in files]
-    return [dataclasses.replace(x, meta={**x.meta, "label": path.resolve().name}) for x in found]
+    return [dataclasses.replace(x, meta={**x.meta, "label": label}) for x in found]
 
 
 def sweep_table(groups: Mapping[str, Sequence[Results]]) -> Table:
@@ -126,11 +156,12 @@ def limits_table(result: Results, last: int = 5) -> Table:
     last = min(last, result.returns.shape[1])
     table = _table(f"by speed limit; last: the last {last} episodes; ±: over limits")
     limits = np.asarray(result.meta["limits"])[result.task]  # [trial]
-    last_return, cost = result.returns[:, -last:].mean(axis=1), result.costs[:, -last:].mean(axis=1)
+    costs = result.total_costs
+    last_return, cost = result.returns[:, -last:].mean(axis=1), costs[:, -last:].mean(axis=1)
     columns = {
         "return, first": (result.returns[:, 0], "{:.1f}"),
         "return, last": (last_return, "{:.1f}"),
-        "cost, first": (result.costs[:, 0], "{:.2f}"),
+        "cost, first": (costs[:, 0], "{:.2f}"),
         "cost, last": (cost, "{:.2f}"),
         "over budget": (result.over.mean(axis=1), "{:.1%}"),
     }
@@ -216,7 +247,7 @@ def draw_all(files: Sequence[Path], out: Path, extension: str = "png") -> list[P
     from safeicrl.evaluation import plots
 
     runs, results = [], []
-    for file in files:
+    for file in _without_sweeps(files):
         if file.is_dir() or file.suffix == ".jsonl":
             folder = file if file.is_dir() else file.parent
             lines = read_run(folder) if file.is_dir() else read_metrics(file)
@@ -228,20 +259,45 @@ def draw_all(files: Sequence[Path], out: Path, extension: str = "png") -> list[P
             results.append(load_results(file))
     figures = {}
     if results:
-        groups = group(results)
-        figures["episodes"] = plots.by_episode(groups)
-        figures["budgets"] = plots.by_budget(groups)
-        figures["over-budget"] = plots.over_budget(groups)
-        figures["profiles"] = plots.profiles(groups)
+        for suffix, groups in figure_groups(group(results)).items():
+            figures[f"episodes{suffix}"] = plots.by_episode(groups)
+            figures[f"budgets{suffix}"] = plots.by_budget(groups)
+            figures[f"over-budget{suffix}"] = plots.over_budget(groups)
+            figures[f"profiles{suffix}"] = plots.profiles(groups)
     if runs:
         figures["training"] = plots.training(runs)
     return [plots.save(figure, out / f"{name}.{extension}") for name, figure in figures.items()]
+
+
+def _without_sweeps(files: Sequence[Path]) -> list[Path]:
+    """The files, with the runs of a sweep that have begun instead of the sweep's folder."""
+    found: list[Path] = []
+    for file in files:
+        inside = [run.folder for run in read_sweep(file)["runs"]] if is_sweep(file) else []
+        found += [folder for folder in inside if read_run(folder)] or [file]
+    return found
+
+
+def figure_groups(groups: dict[str, list[Results]]) -> dict[str, dict[str, list[Results]]]:
+    """What figures show: all results as they are; with several costs, those of each cost, under "-NAME"."""
+    names = {seeds[0].cost_names for seeds in groups.values()}
+    if len(names) > 1:
+        words = " and ".join(", ".join(costs) for costs in names)
+        raise UserError(f"results with different costs are not drawn together: {words}")
+    costs = next(iter(names))
+    if len(costs) == 1:
+        return {"": groups}
+    return {
+        f"-{name}": {label: [seed.by_cost()[name] for seed in seeds] for label, seeds in groups.items()}
+        for name in costs
+    }
 
 
 def group(results: Sequence[Results]) -> dict[str, list[Results]]:
     """Results by label; those with the same label are seeds of one agent."""
     groups: dict[str, list[Results]] = {}
     facts = (
+        ("costs", lambda r: r.cost_names),
         ("episodes", lambda r: r.returns.shape[1]),
         ("budget range", lambda r: r.budget_range),
         ("budgets per task", lambda r: r.budgets_per_task),

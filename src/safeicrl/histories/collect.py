@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from safeicrl.envs.api import Env, PyTree, Split, check_split
+from safeicrl.envs.api import Env, PyTree, Split, check_split, refuse_several
 from safeicrl.envs.registry import env_to_plain
 from safeicrl.envs.spaces import Grid
 from safeicrl.errors import UserError, check_budget, check_integer, check_seed
@@ -82,6 +82,7 @@ def collect(
     stop: StopRequest | None = None,
 ) -> Histories | None:
     """Collect into the folder `out`, or go on with what is there; None when a signal to `stop` came first."""
+    refuse_several(env.spec, "collecting histories")
     request = {
         "env": env_to_plain(env),
         "algo": {"name": "ppo-lag", "config": dataclasses.asdict(config.learner)},

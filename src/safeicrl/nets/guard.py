@@ -26,11 +26,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from safeicrl.envs.api import EnvSpec, Key
+from safeicrl.envs.api import EnvSpec, Key, refuse_several
 from safeicrl.errors import UserError
 from safeicrl.nets.layers import MLP
 
-SLACK = (1.5, 0.01)  # an action is no riskier than the safest one up to this factor and this difference
+SLACK = 1.1  # an action up to this factor riskier than the safest one counts as no riskier
 PARTS = 8  # into which the largest cost of a step is cut where costs are real numbers
 THRESHOLDS = 12  # at most; more are merged, on the safe side
 NEAR = 1e-4  # rounding of a sum of costs, in units
@@ -56,6 +56,7 @@ class Guard(eqx.Module):
     thresholds: int = eqx.field(static=True)  # k·unit for k = 0 … thresholds − 1
 
     def __init__(self, spec: EnvSpec, *, width: int, choices: int, depth: int, key: Key):
+        refuse_several(spec, "a guard (net.guard)")
         if not np.isfinite(spec.max_cost):
             raise UserError(
                 "a guard needs costs with a bound: the environment's spec.max_cost, the largest cost of one step, "
@@ -142,5 +143,4 @@ class Guard(eqx.Module):
 
 def tolerated(chance: jax.Array, risk: jax.Array | float) -> jax.Array:
     """The largest allowed risk, [..., 1]: the user's, or what the safest action cannot avoid, with some slack."""
-    factor, more = SLACK
-    return jnp.maximum(risk, factor * chance.min(-1, keepdims=True) + more)
+    return jnp.maximum(risk, SLACK * chance.min(-1, keepdims=True))

@@ -74,14 +74,14 @@ def featurise(token: Token, spec: EnvSpec, saturate: int | None = None) -> jax.A
     The episode's index stops at `saturate`: an agent that runs on for ever then sees nothing it was not trained on.
     """
     episode = token.episode if saturate is None else jnp.minimum(token.episode, saturate)
-    scale = max(spec.train_budget[1], 1.0)
-    ramps = scale * 0.5 ** jnp.arange(CTG_SCALES)
+    ramps = [max(high, 1.0) * 0.5 ** jnp.arange(CTG_SCALES) for _, high in spec.ranges("train")]  # of each cost
+    left = spec.each_cost(token.ctg)
     waves = jnp.pi * 2.0 ** jnp.arange(TIME_WAVES) * (token.time[..., None] / spec.max_steps)
     # No action yet is all zeros, wherever the middle of an action's range is.
     action = jnp.where(token.first[..., None], 0.0, spec.action.encode_scaled(token.action))
     numbers = [
         token.reward,
-        token.cost,
+        *spec.each_cost(token.cost),
         token.start,
         token.time / spec.max_steps,
         episode / spec.episodes,
@@ -91,7 +91,7 @@ def featurise(token: Token, spec: EnvSpec, saturate: int | None = None) -> jax.A
             spec.observation.encode(token.observation),
             spec.observation.encode(token.previous),
             action,
-            jnp.clip(token.ctg[..., None] / ramps, -1, 1),
+            *(jnp.clip(ctg[..., None] / scales, -1, 1) for ctg, scales in zip(left, ramps, strict=True)),
             jnp.sin(waves),
             jnp.cos(waves),
             jnp.stack([jnp.asarray(x, jnp.float32) for x in numbers], -1),
@@ -102,7 +102,8 @@ def featurise(token: Token, spec: EnvSpec, saturate: int | None = None) -> jax.A
 
 def feature_size(spec: EnvSpec) -> int:
     """Length of `featurise`'s vector."""
-    return 2 * spec.observation.encoded_size + spec.action.encoded_size + CTG_SCALES + 2 * TIME_WAVES + 5
+    costs = len(spec.costs) * (CTG_SCALES + 1)
+    return 2 * spec.observation.encoded_size + spec.action.encoded_size + costs + 2 * TIME_WAVES + 4
 
 
 class Block(eqx.Module):

@@ -38,6 +38,7 @@ class PPOConfig:
     trace: float = 0.97  # λ of GAE
     max_grad: float = 1.0  # norm to which gradients are clipped
     value_weight: float = 0.5  # of the critics' loss against the actor's
+    average: float = 0.0  # of the policies, which is released: how much of it one iteration keeps; 0: the last one
     privileged_critic: bool = True  # critics also see the hidden task; they are thrown away after training
 
     def __post_init__(self) -> None:
@@ -52,6 +53,8 @@ class PPOConfig:
             value = check_number(f"ppo.{name}", getattr(self, name), 0.0)
             if value > 1:
                 raise UserError(f"ppo.{name} must be at most 1, got {value}")
+        if check_number("ppo.average", self.average, 0.0) >= 1:
+            raise UserError(f"ppo.average must be below 1, got {self.average}")
 
 
 class ActorCritic(eqx.Module):
@@ -75,6 +78,7 @@ class PPOState:
     net: ActorCritic
     optimiser: PyTree
     scale: jax.Array  # [2] running root mean square of the reward and cost critics' targets
+    average: PolicyNet | None = None  # running average of the policies (`PPOConfig.average`)
 
 
 class Batch(NamedTuple):
@@ -118,24 +122,34 @@ class PPO:
     def init(self, key: Key) -> PPOState:
         """Fresh networks."""
         net = ActorCritic(self.net, self.env.spec, self.config.privileged_critic, key)
-        return PPOState(net=net, optimiser=self.optimiser.init(eqx.filter(net, eqx.is_array)), scale=jnp.ones(2))
+        return PPOState(
+            net=net,
+            optimiser=self.optimiser.init(eqx.filter(net, eqx.is_array)),
+            scale=jnp.ones(2),
+            average=net.policy if self.config.average else None,
+        )
 
     def start_from(self, state: PPOState, other: PPOState) -> PPOState:
         """A new run's state with another run's networks and the scales they predict in."""
-        return replace(state, net=other.net, scale=other.scale)
+        average = self._released(other) if self.config.average else None
+        return replace(state, net=other.net, scale=other.scale, average=average)
 
     def start_with(self, state: PPOState, policy: PolicyNet) -> PPOState:
         """A new run's state with a released policy; its critics are new."""
         own = transplanted(state.net.policy, policy)
-        return replace(state, net=eqx.tree_at(lambda net: net.policy, state.net, own))
+        average = own if self.config.average else None
+        return replace(state, net=eqx.tree_at(lambda net: net.policy, state.net, own), average=average)
 
     def agent(self, state: PPOState) -> InContextAgent:
-        """The policy, sampled, with its guard if it has one."""
-        return InContextAgent(state.net.policy, risk=self.risk)
+        """The policy, or the average of the last ones, sampled, with its guard if it has one."""
+        return InContextAgent(self._released(state), risk=self.risk)
 
     def explorer(self, state: PPOState) -> InContextAgent:
-        """The policy that plays in training: the same."""
-        return self.agent(state)
+        """The policy that plays in training: always the last one."""
+        return InContextAgent(state.net.policy, risk=self.risk)
+
+    def _released(self, state: PPOState) -> PolicyNet:
+        return state.net.policy if state.average is None else state.average
 
     def update(
         self, state: PPOState, trials: Trials, tasks: PyTree, multiplier: jax.Array, iteration: jax.Array, key: Key
@@ -161,11 +175,21 @@ class PPO:
         order = order.reshape(-1, self.config.minibatch)
         carry = (params, state.optimiser, state.scale)
         (params, optimiser, scale), metrics = jax.lax.scan(minibatch, carry, order)  # type: ignore[var-annotated]
-        state = PPOState(net=eqx.combine(params, static), optimiser=optimiser, scale=scale)
+        net = eqx.combine(params, static)
+        average = self._average(state.average, net.policy, iteration)
+        state = PPOState(net=net, optimiser=optimiser, scale=scale, average=average)
         return state, jax.tree.map(lambda x: x.mean(0), metrics) | {
             "reward_scale": scale[0],
             "cost_scale": scale[1],
         }
+
+    def _average(self, average: PolicyNet | None, policy: PolicyNet, iteration: jax.Array) -> PolicyNet | None:
+        """The running average with one policy more. Early on it forgets faster: policies still change a lot."""
+        if average is None:
+            return None
+        keep = jnp.minimum(self.config.average, (1.0 + iteration) / (10.0 + iteration))
+        mixed = lambda old, new: keep * old + (1.0 - keep) * new if eqx.is_inexact_array(old) else new  # noqa: E731
+        return jax.tree.map(mixed, average, policy)
 
     def loss(self, net: ActorCritic, batch: Batch, scale: jax.Array, entropy: jax.Array) -> tuple:
         """Clipped surrogate + value errors − entropy, over the valid steps of the batch's rows."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from safeicrl.agents.api import Agent, WipedAgent, adapts, with_options
 from safeicrl.agents.reference import ExplorerAgent, PlannerAgent, RandomAgent
+from safeicrl.budgets import Ranges, ranges_of
 from safeicrl.envs.api import Env
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.envs.wrappers import Wrapped
@@ -29,9 +30,7 @@ class Contender:
     meta: dict[str, Any]
     policy: Policy | None = None  # if it is a released one: knows what it was trained on
 
-    def evaluate(
-        self, *, budgets: tuple[float, float] | None = None, episodes: int | None = None, **settings: Any
-    ) -> Results:
+    def evaluate(self, *, budgets: Ranges | None = None, episodes: int | None = None, **settings: Any) -> Results:
         """`evaluate.evaluate` under its own label; warns about approximate physics and what is beyond training."""
         if what := getattr(self.env, "approximation", None):
             real = "'args=[]'" if isinstance(self.env, Wrapped) else "engine=auto"
@@ -39,7 +38,9 @@ class Contender:
             warnings.warn(words, Approximation, stacklevel=2)
         if self.policy is not None:
             spec = self.env.spec
-            asked = check_budget(budgets or spec.test_budget)
+            given = budgets or spec.test_budget
+            # [bound]; with several costs [bound, cost]
+            asked = check_budget(ranges_of(given, spec.costs, "budgets")).T if spec.several else check_budget(given)
             # with its context wiped, every episode is the first one of a trial
             count = 1 if isinstance(self.agent, WipedAgent) else episodes or spec.episodes
             self.policy.warn_beyond(budgets=asked, episodes=count, steps=spec.max_steps)

@@ -15,7 +15,7 @@ from safeicrl.envs.api import Env
 from safeicrl.envs.registry import env_from_plain, env_to_plain
 from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import load_results
-from safeicrl.evaluation.statistics import Summary, rank, summarise
+from safeicrl.evaluation.statistics import Summary, rank, summaries
 from safeicrl.files import check_output
 from safeicrl.policies.cards import read_card, save_policy
 from safeicrl.policies.catalogue import (
@@ -223,7 +223,7 @@ def _evaluation(path: Path, env: Env, card: dict[str, Any], how: dict[str, Any])
         if meta.get(what) != ours:
             raise UserError(f"{path} is of another way to act: {what} {meta.get(what)}; the policy's: {ours}")
     kept = {key: value for key, value in meta.items() if key != "card"}
-    return {**kept, "summary": dataclasses.asdict(summarise(results))}
+    return {**kept, **summaries(results)}
 
 
 def _training(card: dict[str, Any]) -> dict[str, Any]:

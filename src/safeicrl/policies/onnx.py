@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from safeicrl.agents.in_context import InContextAgent
+from safeicrl.envs.api import refuse_several
 from safeicrl.envs.spaces import Box, Discrete, Grid
 from safeicrl.errors import UserError
 from safeicrl.files import atomic_write
@@ -44,6 +45,7 @@ def export_onnx(policy: Policy, out: str | Path) -> Path:
         raise UserError(f"only policies of kind 'net' become ONNX graphs, not {policy.card.get('kind')!r}")
     if agent.net.guard is not None and agent.risk is not None and not isinstance(policy.env.spec.action, Discrete):
         raise UserError("the guard of real-valued actions has no ONNX graph: load the policy with guard=False")
+    refuse_several(policy.env.spec, "an ONNX graph")
     slots = policy.context
     assert slots is not None
     graph = _Step(onnx, agent, slots)
@@ -142,7 +144,7 @@ class _Step:
             episode = self.op("Min", episode, self.const(np.int64(self.config.saturate)))
         action = self.encode_action(token["action"])
         action = self.op("Where", column(first), self.const(np.float32(0)), action)
-        ramps = max(spec.train_budget[1], 1.0) * 0.5 ** np.arange(CTG_SCALES)
+        ramps = max(spec.bounds("train")[1], 1.0) * 0.5 ** np.arange(CTG_SCALES)
         spent = self.op("Div", column(token["ctg"]), self.const(ramps.astype(np.float32)))
         spent = self.op("Clip", spent, self.const(np.float32(-1)), self.const(np.float32(1)))
         time = self.op("Div", self.real(column(token["time"])), self.const(np.float32(spec.max_steps)))
@@ -282,8 +284,7 @@ class _Step:
         enough = self.op("Unsqueeze", self.op("Greater", left, last), self.const(np.array([1])))
         chance = self.op("Where", enough, self.const(np.float32(0)), chance)
         least = self.op("ReduceMin", chance, self.const(np.array([1])), keepdims=1)
-        factor, more = (self.const(np.float32(number)) for number in guards.SLACK)
-        slack = self.op("Add", self.op("Mul", least, factor), more)
+        slack = self.op("Mul", least, self.const(np.float32(guards.SLACK)))
         allowed = self.op("LessOrEqual", chance, self.op("Max", risk, slack))
         safe = self.op("Where", allowed, scores, self.const(np.float32(FORBIDDEN)))
         taken = self.one_hot(self.op("ArgMax", safe, axis=1, keepdims=0), actions)

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from safeicrl.agents.api import Agent, with_options
-from safeicrl.envs.api import Env, Key, PyTree
+from safeicrl.envs.api import Env, EnvSpec, Key, PyTree
 from safeicrl.errors import (
     MOST_ROWS,
     BeyondTraining,
@@ -69,7 +69,7 @@ class _Trial:
     """A trial under way, all rows."""
 
     batched: bool
-    budget: jax.Array  # [row]
+    budget: jax.Array  # [row], with several costs [row, cost]
     agent: Agent  # with the risk of this trial
     ready: "_Ready"  # the same, as its compiled program takes it
     memory: PyTree
@@ -127,7 +127,7 @@ class Policy:
 
     def start(
         self,
-        budget: float | Sequence[float],
+        budget: float | Sequence[float] | Sequence[Sequence[float]],
         *,
         batch: int | None = None,
         seed: int = 0,
@@ -138,7 +138,8 @@ class Policy:
         """Begin a trial on a new task (or on `batch` of them): forget everything, take the cost budget(s).
 
         `budget` is the limit on the cost of each episode. A list of budgets, or `batch`, makes it a batch: then
-        every argument and result of `act` has a leading axis of that length.
+        every argument and result of `act` has a leading axis of that length. In an environment with several costs
+        a budget is one number for each of them, as in `budget=(3, 5)`, and a batch is a list of such budgets.
 
         With a guard, `risk` is the chance of breaking the budget that is tolerable at a step; left out, it is the
         one the policy was loaded with. `guard=False` switches the guard off for this trial.
@@ -150,9 +151,10 @@ class Policy:
         """
         agent, _ = with_options(self.env, self.agent, risk=risk, guard=guard)
         budgets = check_budget(budget)
-        batched = batch is not None or budgets.ndim > 0
-        rows = check_integer("batch", batch if batch is not None else budgets.size, 1, MOST_ROWS)
-        budgets = _budget_per_row(budgets, rows)
+        batched = batch is not None or budgets.ndim > len(self.env.spec.cost_shape)
+        count = len(budgets) if batched and batch is None else 1
+        rows = check_integer("batch", count if batch is None else batch, 1, MOST_ROWS)
+        budgets = _budget_per_row(budgets, rows, self.env.spec)
         key = jax.random.key(check_seed(seed))
         stand_in = None if fallback is None else self.env.spec.action.check_action(fallback)
         self.warn_beyond(budgets=budgets)
@@ -166,7 +168,12 @@ class Policy:
                 fallback=stand_in,
             )
 
-    def change(self, *, budget: float | Sequence[float] | None = None, risk: float | None = None) -> None:
+    def change(
+        self,
+        *,
+        budget: float | Sequence[float] | Sequence[Sequence[float]] | None = None,
+        risk: float | None = None,
+    ) -> None:
         """Change the budget or the guard's risk in mid-trial; what was learned stays.
 
         A new budget holds from the next episode on, in a batch from the next episode of each row; before the first
@@ -179,7 +186,7 @@ class Policy:
             if risk is not None:
                 made = _for_trial(with_options(self.env, self.agent, risk=risk)[0])
             if budget is not None:
-                budgets = _budget_per_row(check_budget(budget), len(trial.budget))
+                budgets = _budget_per_row(check_budget(budget), len(trial.budget), self.env.spec)
                 self.warn_beyond(budgets=budgets)
                 trial.budget = usable_budget(jnp.asarray(budgets), self.env.spec)
             vars(trial).update(made)
@@ -195,6 +202,7 @@ class Policy:
         """The next action: an int or a vector. In a batch: an array [row] or [row, action].
 
         `reward`, `cost` and the end flags are those of the last step. The first call after `start` leaves them out.
+        Several costs are a vector, in the order of `policy.env.spec.costs`.
         After an episode has ended, `observation` is the first one of the next episode.
         """
         with self._alone():
@@ -230,6 +238,8 @@ class Policy:
         # less than one unit is nothing, up to rounding; of real-valued costs, exactly nothing
         unit = self.env.spec.cost_unit
         spent = left < (1 - ROUNDING) * unit if unit else left <= 0
+        if self.env.spec.several:  # any cost
+            spent = np.asarray(spent.any(-1))
         where = spent.reshape((-1,) + (1,) * (trial.action.ndim - 1))
         trial.action = np.where(where, fallback, trial.action)
         zero = np.zeros(len(spent), int)
@@ -330,10 +340,15 @@ class Policy:
         """
         spec = self.trained
         usable = lambda values: np.asarray(usable_budget(jnp.asarray(values, jnp.float32), spec))  # noqa: E731
-        known = getattr(self.agent, "known_budgets", spec.train_budget)  # Safe AD knows those of its data
-        (low, high), asked = usable(known), np.ravel(usable(budgets))
-        outside = asked[(asked < low) | (asked > high)]
-        messages = [f"budgets from {low:g} to {high:g}, not {outside[0]:g}"] if len(outside) else []
+        known = getattr(self.agent, "known_budgets", None)  # Safe AD knows those of its data
+        messages = []
+        ranges = spec.ranges("train") if known is None else [known]
+        each = spec.each_cost(np.reshape(budgets, (-1, *spec.cost_shape)))
+        for name, own, values in zip(spec.costs, ranges, each, strict=True):
+            (low, high), asked = usable(own), np.ravel(usable(values))
+            outside = asked[(asked < low) | (asked > high)]
+            of = f" of {name}" if spec.several else ""
+            messages += [f"budgets{of} from {low:g} to {high:g}, not {outside[0]:g}"] if len(outside) else []
         if episodes > self.episodes == 1:
             messages.append("single episodes: it does not learn from earlier ones")
         if steps > spec.max_steps:
@@ -353,7 +368,7 @@ class Policy:
                     raise UserError(f"the first call after start has no last step: {name} must be left out")
             return _first(self.env, jnp.asarray(seen), trial.budget)
         reward = _numbers("reward", reward, trial.batched, rows)
-        cost = _numbers("cost", cost, trial.batched, rows)
+        cost = _numbers("cost", cost, trial.batched, rows, self.env.spec)
         ended = _flags("terminated", terminated, trial.batched, rows) | _flags(
             "truncated", truncated, trial.batched, rows
         )
@@ -401,11 +416,12 @@ def _blank(env: Env, agent: Agent, rows: int) -> dict[str, Any]:
     """What `_arrays` gives of a trial with everything in it; only its shapes are of interest."""
     numbers, flags = jnp.zeros(rows, int), jnp.zeros(rows, bool)
     action = env.spec.action.zeros((rows,))
+    budget = jnp.zeros((rows, *env.spec.cost_shape))
     return {
-        "budget": jnp.zeros(rows),
+        "budget": budget,
         "memory": _remember(agent, rows, env.spec.trial_steps),
         "key": jax.random.key(0),
-        "token": _first(env, env.spec.observation.zeros((rows,)), jnp.zeros(rows)),
+        "token": _first(env, env.spec.observation.zeros((rows,)), budget),
         "action": action,
         "fallback": action[0],
         "stop": {"stopped": flags, "steps": numbers, "fallbacks": numbers, "episodes": numbers},
@@ -413,13 +429,17 @@ def _blank(env: Env, agent: Agent, rows: int) -> dict[str, Any]:
     }
 
 
-def _budget_per_row(budgets: np.ndarray, rows: int) -> np.ndarray:
-    """One budget for each row, [row]."""
-    if budgets.ndim > 1:
+def _budget_per_row(budgets: np.ndarray, rows: int, spec: EnvSpec) -> np.ndarray:
+    """One budget for each row, [row]; with several costs [row, cost]."""
+    each = spec.cost_shape
+    if spec.several and (budgets.ndim not in (1, 2) or budgets.shape[-1:] != each):
+        words = f"{len(spec.costs)} numbers ({', '.join(spec.costs)}) or a list of such budgets"
+        raise UserError(f"budget must be {words}, got shape {budgets.shape}")
+    if budgets.ndim > 1 + len(each):
         raise UserError(f"budget must be a number or a list of numbers, got shape {budgets.shape}")
-    if budgets.ndim == 1 and len(budgets) != rows:
+    if budgets.ndim == 1 + len(each) and len(budgets) != rows:
         raise UserError(f"{len(budgets)} budgets were given for a batch of {rows}")
-    return np.broadcast_to(budgets, (rows,))
+    return np.broadcast_to(budgets, (rows, *each))
 
 
 Report = TypeVar("Report", GuardReport, StopReport)
@@ -441,15 +461,17 @@ def _array(name: str, value: Any) -> np.ndarray:
         raise UserError(f"{name} must be made of numbers, got {value!r}") from None
 
 
-def _numbers(name: str, value: Any, batched: bool, rows: int) -> np.ndarray:
-    """A number per row, [row]."""
+def _numbers(name: str, value: Any, batched: bool, rows: int, spec: EnvSpec | None = None) -> np.ndarray:
+    """A number per row, [row]; of several costs, which `spec` names, [row, cost]."""
     if value is None:
         raise UserError(f"act needs the last step's {name}: only the first call after start leaves it out")
     array = _array(name, value)
-    if array.shape != ((rows,) if batched else ()):
-        expected = f"one number for each of {rows} rows" if batched else "one number"
+    each = () if spec is None else spec.cost_shape
+    if array.shape != ((rows, *each) if batched else each):
+        many = f"{len(spec.costs)} numbers ({', '.join(spec.costs)})" if spec is not None and each else "one number"
+        expected = f"{many} for each of {rows} rows" if batched else many
         raise UserError(f"{name} must be {expected}, got shape {array.shape}")
-    return check_sound(name, array).reshape(rows)
+    return check_sound(name, array).reshape(rows, *each)
 
 
 def _flags(name: str, value: Any, batched: bool, rows: int) -> np.ndarray:

@@ -18,8 +18,8 @@ from safeicrl.envs.registry import env_to_plain, parse_parameters
 from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import load_results
 from safeicrl.evaluation.results import Results
-from safeicrl.evaluation.statistics import summarise
-from safeicrl.files import RECIPE, owned
+from safeicrl.evaluation.statistics import summaries
+from safeicrl.files import CHECKPOINT, RECIPE, owned
 from safeicrl.log import Terminal
 from safeicrl.policies.cards import read_card, save_policy
 from safeicrl.policies.catalogue import changed_env, load_agent, run_policies
@@ -27,7 +27,7 @@ from safeicrl.policies.contenders import released
 from safeicrl.policies.export import best_seed, export_policy
 from safeicrl.recipes.recipe import Recipe, load_progress, load_recipe, save_recipe
 from safeicrl.signals import StopRequest
-from safeicrl.train import CHECKPOINT, EvalConfig, Status, train
+from safeicrl.train import EvalConfig, Status, train
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ def _export_seed(recipe: Recipe, folder: Path, done: list[dict[str, Any]], seed:
         found = load_results(own.with_name(f"{own.stem}-evaluation"))
     else:  # the mean of several policies, or a policy for another environment than it was trained in
         found = _evaluate(path, recipe.stages[-1].experiment.train.evaluation)
-        card["evaluation"] = {**found.meta, "summary": dataclasses.asdict(summarise(found))}
+        card["evaluation"] = {**found.meta, **summaries(found)}
     _, agent = load_agent(path, card)
     save_policy(path, agent, {**card, "stages": done}, found)
 

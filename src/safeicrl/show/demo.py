@@ -13,7 +13,7 @@ from safeicrl.errors import UserError, check_integer, unknown_name
 from safeicrl.evaluation import plots
 from safeicrl.evaluation.archive import save_results
 from safeicrl.evaluation.results import Results
-from safeicrl.evaluation.tables import group, summary_table
+from safeicrl.evaluation.tables import figure_groups, group, summary_table
 from safeicrl.plugins import HINT, load_entry_points
 from safeicrl.policies.contenders import Contender, reference, released
 from safeicrl.show.films import save_film
@@ -45,17 +45,17 @@ def run(
         steps = int(found.lengths.sum())
         seconds = found.meta["seconds"]
         console.print(f"{contender.label}: {steps:,} steps in {seconds:.1f} s", style="dim", highlight=False)
-    low, high = results[0].budget_range
-    title = f"{tasks} tasks nobody has seen, budgets {low:g}–{high:g}, parameters frozen"
+    spans = [f"{low:g}–{high:g}" for low, high in (own.budget_range for own in results[0].by_cost().values())]
+    title = f"{tasks} tasks nobody has seen, budgets {', '.join(spans)}, parameters frozen"
     console.print(summary_table(results, title))
 
     files = [path for result in results for path in save_results(result, out / _slug(result.label))]
-    groups = group(results)
-    files += [
-        plots.save(plots.by_episode(groups), out / "episodes.png"),
-        plots.save(plots.by_budget(groups), out / "budgets.png"),
-        plots.save(plots.over_budget(groups), out / "over-budget.png"),
-    ]
+    for suffix, groups in figure_groups(group(results)).items():
+        files += [
+            plots.save(plots.by_episode(groups), out / f"episodes{suffix}.png"),
+            plots.save(plots.by_budget(groups), out / f"budgets{suffix}.png"),
+            plots.save(plots.over_budget(groups), out / f"over-budget{suffix}.png"),
+        ]
     name = "one-room.gif" if isinstance(unwrapped(field[0].env), SafeDarkRoom) else "one-task.gif"
     files += film(field[0], out / name, seed=seed, console=console)
     _say_where(console, out, files)

@@ -80,8 +80,9 @@ class Stage:
 
     def warm(self, task: PyTree) -> None:
         """Compile everything."""
-        seat = self.enter(task, self.env.spec.train_budget[0], 0)
-        self.turn({seat: self.env.spec.train_budget[0]})
+        least, _ = self.env.spec.bounds("train")
+        seat = self.enter(task, least, 0)
+        self.turn({seat: least})
         self.leave(seat)
 
     @property

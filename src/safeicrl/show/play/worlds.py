@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from safeicrl.agents.api import Agent, has_guard, with_options
-from safeicrl.envs.api import Env, PyTree
+from safeicrl.envs.api import Env, PyTree, refuse_several
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.envs.registry import nicks
 from safeicrl.errors import UserError
@@ -46,7 +46,7 @@ class World:
     @property
     def budgets(self) -> tuple[float, float]:
         """Those of training: the widest range that the policies know."""
-        return self.env.spec.train_budget
+        return self.env.spec.bounds("train")
 
     @property
     def first(self) -> str:
@@ -115,6 +115,7 @@ def worlds(policies: Sequence[str] = (), *, shipped: bool = True) -> tuple[dict[
 
 def _check(name: str, env: Env) -> None:
     """Refuse what the page cannot show."""
+    refuse_several(env.spec, f"play, asked to show {name},")
     if hasattr(env, "restart"):  # it lives on the host, where it cannot be held while its neighbours move
         raise UserError(f"play cannot show {name}: its environment comes from Gymnasium and cannot be paused")
     if isinstance(unwrapped(env), SafeDarkRoom) and unwrapped(env).size > MAX_SIDE:

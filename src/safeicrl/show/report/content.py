@@ -92,6 +92,7 @@ class Panel:
     title: str
     text: str  # what it shows and how to read it
     parts: tuple[Part, ...]
+    command: str = ""  # that makes it alone; with its name only by default
 
 
 def find(part: Part, root: Path) -> Found:

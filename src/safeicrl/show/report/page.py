@@ -69,7 +69,7 @@ def write_page(sections: Sequence[tuple[int, Panel, list[Section]]], about: Sequ
         body.append(
             f'<h2 id="{panel.name}">{number}. {_text(panel.title)}</h2><p class="lead">{_text(panel.text)}</p>'
         )
-        body.append(f"<pre>safeicrl reproduce {panel.name}</pre>")
+        body.append(f"<pre>{_text(panel.command or f'safeicrl reproduce {panel.name}')}</pre>")
         body += [_section(section, out) for section in parts]
     lead = "".join(f'<p class="lead">{_text(line)}</p>' for line in about)
     page = (
