@@ -203,8 +203,8 @@ def captured(monkeypatch, config, found: Iteration, actor: Actor):
     """What `improve` hands to the trust-region step."""
     kept = {}
 
-    def keep(actor, surrogate, divergence, config):
-        kept.update(surrogate=surrogate, divergence=divergence)
+    def keep(actor, policy, surrogate, divergence, config):
+        kept.update(surrogate=lambda actor: surrogate(policy(actor)))
         return actor, {}
 
     monkeypatch.setattr(safe_meta, "trust_region_step", keep)
