@@ -97,7 +97,7 @@ class Scared:
         self.steps = config.steps or self.usual * env.spec.max_steps
         check_integer("rows · steps", config.rows * self.steps, 1, MOST_STEPS)
         self.edges = budget_edges(*env.spec.bounds("test"))  # the report's; the outer bins take budgets beyond them
-        if config.penalty.form == "paper":
+        if config.penalty.charge == "paper":
             refuse_several(env.spec, "penalty.form paper")
         self.optimiser = self._optimiser()
 
