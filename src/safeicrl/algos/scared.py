@@ -171,7 +171,7 @@ class Scared:
     def explorer(self, state: ScaredState, progress: jax.Array) -> InContextAgent:
         """The policy that plays in training, with the risk that its guard tolerates by now."""
         explorer = self.optimiser.explorer(state.optimiser)
-        if explorer.risk is None or self.config.first_risk is None:
+        if self.config.first_risk is None or explorer.risk is None:
             return explorer
         return dataclasses.replace(
             explorer, risk=tolerated_risk(self.config.first_risk, self.config.risk, progress)
