@@ -97,7 +97,7 @@ class Scared:
         self.steps = config.steps or self.usual * env.spec.max_steps
         check_integer("rows · steps", config.rows * self.steps, 1, MOST_STEPS)
         self.edges = budget_edges(*env.spec.bounds("test"))  # the report's; the outer bins take budgets beyond them
-        if config.penalty.form == "paper":
+        if config.penalty.charge == "paper":
             refuse_several(env.spec, "penalty.form paper")
         self.optimiser = self._optimiser()
 
@@ -179,7 +179,7 @@ class Scared:
     def explorer(self, state: ScaredState, progress: jax.Array) -> InContextAgent:
         """The policy that plays in training, with the risk that its guard tolerates by now."""
         explorer = self.optimiser.explorer(state.optimiser)
-        if explorer.risk is None or self.config.first_risk is None:
+        if self.config.first_risk is None or explorer.risk is None:
             return explorer
         return dataclasses.replace(
             explorer, risk=tolerated_risk(self.config.first_risk, self.config.risk, progress)

@@ -81,6 +81,7 @@ def evaluate(
         sampled = sample_tasks(env, check_split(split), jax.random.split(task_key, tasks))
     else:
         sampled = jax.tree.map(lambda x: x[:tasks], frozen.tasks)
+    sampled = jax.tree.map(_on_host, sampled)
     steps = episodes * env.spec.max_steps
     segments = min(segments, max(steps // SEGMENT, 1)) if _grows(agent, sampled, steps) else 1
     parts, name = [], env_to_plain(env)["name"]
@@ -164,6 +165,11 @@ def _grows(agent: Agent, tasks: PyTree, steps: int) -> bool:
     queue = jax.tree.map(lambda x: x[:1, None], tasks)
     early, late = (eqx.filter_eval_shape(lambda n=n: agent.extend(agent.init(queue, 1), n)) for n in (1, steps))
     return jax.tree.leaves(early) != jax.tree.leaves(late)
+
+
+def _on_host(x: jax.Array) -> np.ndarray | jax.Array:
+    """For taking rows: on the device every shape would need a compiled program. Random keys stay there."""
+    return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
 
 
 def _plain_limits(tasks: PyTree) -> list[float]:
