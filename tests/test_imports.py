@@ -13,7 +13,20 @@ SOURCE = Path(safeicrl.__file__).parent
 # A room (a folder, or a file at the top) may import from itself and from the rooms before it.
 # A new room gets its place here.
 ROOMS = (
-    ("errors", "version", "files", "signals", "log", "config", "budgets", "plugins", "compiled", "busy"),
+    (
+        "errors",
+        "version",
+        "files",
+        "signals",
+        "log",
+        "config",
+        "budgets",
+        "plugins",
+        "compiled",
+        "busy",
+        "devices",
+        "hosts",
+    ),
     ("envs", "provenance"),
     ("tokens",),
     ("nets",),

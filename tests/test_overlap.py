@@ -167,6 +167,11 @@ def test_settings_that_make_no_sense(changes, words):
         dataclasses.replace(CONFIG, **changes)
 
 
+def test_one_device(tmp_path):
+    with pytest.raises(UserError, match="with overlap, devices must be 1, got 2"):
+        train(ALGORITHM, TrainConfig(iterations=2), out=tmp_path, console=Console(quiet=True), devices=2)
+
+
 @pytest.mark.parametrize("changes", [{"seeds": 2}, {"chunk": 2, "iterations": 2}])
 def test_one_seed_and_one_iteration_at_a_time(tmp_path, changes):
     config = TrainConfig(**{"iterations": 2, "evaluation": EvalConfig(every=0), **changes})

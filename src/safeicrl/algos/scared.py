@@ -117,7 +117,7 @@ class Scared:
         self.steps = config.steps or self.usual * env.spec.max_steps
         check_integer("rows · steps", config.rows * self.steps, 1, MOST_STEPS)
         self.edges = budget_edges(*env.spec.bounds("test"))  # the report's; the outer bins take budgets beyond them
-        if config.penalty.form == "paper":
+        if config.penalty.charge == "paper":
             refuse_several(env.spec, "penalty.form paper")
         self.optimiser = self._optimiser()
 
@@ -168,6 +168,14 @@ class Scared:
         """What rebuilds the policy around its arrays."""
         guarded = {"risk": self.config.risk} if self.config.net.guard else {}
         return {"kind": "net", "net": dataclasses.asdict(self.config.net), **guarded}
+
+    @property
+    def row_axes(self) -> dict[str, int]:
+        """What is divided among devices."""
+        config = self.config
+        ppo = config.optimiser == "ppo"
+        learned = {"algo.ppo.minibatch": config.ppo.minibatch} if ppo else {"algo.ddpg.batch": config.ddpg.batch}
+        return {"algo.rows": config.rows, **learned}
 
     def follower(self, optimiser: PyTree) -> PolicyNet | None:
         """The policy that plays while the next update runs; None where it plays after it."""
@@ -226,7 +234,7 @@ class Scared:
         explorer = self.optimiser.explorer(state.optimiser)
         if state.player is not None:
             explorer = dataclasses.replace(explorer, net=state.player)
-        if explorer.risk is None or self.config.first_risk is None:
+        if self.config.first_risk is None or explorer.risk is None:
             return explorer
         risk = tolerated_risk(self.config.first_risk, self.config.risk, progress)
         return dataclasses.replace(explorer, risk=risk)

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from safeicrl.busy import BusyClock
+from safeicrl.devices import on_each
 from safeicrl.envs.api import PyTree, Step, record, replace
 from safeicrl.envs.mujoco import models
 from safeicrl.envs.mujoco.planar import EXACT, PLANAR
@@ -212,9 +213,13 @@ def _advance_c(job: Job, state: PhysicsState, ctrl: jax.Array, euler: bool = Fal
     packed = pack(state, ctrl)
     dtype, width = packed.dtype, packed.shape[1] - ctrl.shape[1]
     words = (dtype.itemsize // 4,) * (dtype.itemsize > 4)  # a double is two 32-bit words, on an axis of their own
-    shape = jax.ShapeDtypeStruct((len(ctrl), job.repeats, width + 1, *words), jnp.uint32)
     host = functools.partial(_advance_bits, job, euler, np.dtype(dtype))
-    packed = jax.pure_callback(host, shape, jax.lax.bitcast_convert_type(packed, jnp.uint32))
+
+    def call(bits: jax.Array) -> jax.Array:
+        shape = jax.ShapeDtypeStruct((len(bits), job.repeats, width + 1, *words), jnp.uint32)
+        return jax.pure_callback(host, shape, bits)
+
+    packed = on_each(call, jax.lax.bitcast_convert_type(packed, jnp.uint32))
     return unpack(job.robot, jax.lax.bitcast_convert_type(packed, dtype))
 
 
