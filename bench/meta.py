@@ -6,7 +6,9 @@ python bench/meta.py --presets darkroom-safe-meta --seeds 1 --parts             
 """
 
 import argparse
+import dataclasses
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +27,50 @@ from safeicrl.optimisers.meta import Iteration, MetaLearner
 from safeicrl.recipes.presets import preset
 
 
-def measure(name: str, seeds: int, chunk: int, repeats: int) -> dict[str, Any]:
+def build(name: str, form: str | None) -> MetaLearner:
+    """The learner of a preset; `form` is that of SafeMeta's adaptation, the preset's own by default."""
+    experiment = preset(name).stages[0].experiment
+    if form is not None:
+        inner = dataclasses.replace(experiment.algo.inner, form=form)
+        experiment = dataclasses.replace(experiment, algo=dataclasses.replace(experiment.algo, inner=inner))
+    return experiment.build()
+
+
+# what a compiled program lists but does not execute as a kernel
+FREE = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all", "opt-barrier", "async-done"}
+
+
+def kernels(text: str) -> int:
+    """The number of kernels in one call of a compiled program, each loop's counted as often as it runs."""
+    bodies: dict[str, list[tuple[str, str]]] = {}
+    name = ""
+    for line in text.splitlines():
+        if begun := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line.rstrip()):
+            name = "ENTRY" if begun[1] else begun[2]
+            bodies[name] = []
+        elif found := re.match(r"\s+(?:ROOT )?%[\w.-]+ = (?:\(.*?\)|\S+) ([\w-]+)\(", line):
+            bodies[name].append((found[1], line))
+
+    def count(name: str) -> int:
+        total = 0
+        for operation, line in bodies[name]:
+            called = [word for word in re.findall(r"%([\w.-]+)", line.partition("), ")[2]) if word in bodies]
+            if operation == "while":
+                trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+                body = re.search(r"body=%?([\w.-]+)", line)
+                assert body is not None
+                total += (int(trips[1]) if trips else 1) * count(body[1])
+            elif operation in ("call", "conditional"):
+                total += max(map(count, called))
+            elif operation not in FREE:
+                total += 1
+        return total
+
+    return count("ENTRY")
+
+
+def measure(algorithm: MetaLearner, seeds: int, chunk: int, repeats: int) -> dict[str, Any]:
     """Seconds of one meta-iteration of `seeds` seeds side by side, in calls of `chunk` iterations."""
-    algorithm = preset(name).stages[0].experiment.build()
     init, update = algorithm.init, algorithm.update
     key: Any = jax.random.key(0)
     if seeds > 1:
@@ -46,7 +89,6 @@ def measure(name: str, seeds: int, chunk: int, repeats: int) -> dict[str, Any]:
     before = physics.seconds()
     seconds = fastest(lambda: compiled(state), repeats)
     return {
-        "preset": name,
         "seeds": seeds,
         "chunk": chunk,
         "ms_per_iteration": 1e3 * seconds / chunk,
@@ -54,17 +96,16 @@ def measure(name: str, seeds: int, chunk: int, repeats: int) -> dict[str, Any]:
         "env_steps_per_s": float(steps) / seconds,
         "physics_share": (physics.seconds() - before) / repeats / seconds,
         "compile_s": compile_s,
+        "kernels_per_iteration": round(kernels(compiled.as_text()) / chunk),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
 
 
-def parts(name: str, repeats: int) -> dict[str, float]:
+def parts(learner: MetaLearner, repeats: int) -> dict[str, float]:
     """Milliseconds of the parts of one meta-iteration of one seed, each a program of its own.
 
     An iteration plays and fits critics twice, and adapts and improves once.
     """
-    learner = preset(name).stages[0].experiment.build()
-    assert isinstance(learner, MetaLearner)
     adapter, number = learner.adapter, learner.config.batch_episodes
     state = learner.init(jax.random.key(0))
     tasks, budgets = jax.jit(learner.draw)(jax.random.key(1))
@@ -98,20 +139,24 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--chunk", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--form", choices=["fit", "closed-form"])
     parser.add_argument("--parts", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     about, found = provenance(), []
     for name in args.presets:
         for seeds in args.seeds:
-            run = measure(name, seeds, args.chunk, args.repeats)
+            learner = build(name, args.form)
+            form = {"form": learner.config.inner.form} if hasattr(learner.config, "inner") else {}
+            run = {"preset": name, **form, **measure(learner, seeds, args.chunk, args.repeats)}
             found.append(run)
             Console().print(
                 f"{name}, {seeds} seed(s): {run['ms_per_iteration']:.1f} ms per meta-iteration, "
+                f"{run['kernels_per_iteration']:,} kernels, "
                 f"{run['env_steps_per_s']:,.0f} env steps/s, compiled in {run['compile_s']:.0f} s"
             )
             if args.parts and seeds == 1:
-                run["parts_ms"] = parts(name, args.repeats)
+                run["parts_ms"] = parts(learner, args.repeats)
                 Console().print("  ".join(f"{part} {ms:.2f} ms" for part, ms in run["parts_ms"].items()))
             if args.out is not None:  # after each: an interrupt costs one only
                 write_json(args.out, {**about, "runs": found})

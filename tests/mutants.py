@@ -285,6 +285,23 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
         "ignored signals are heard", "signals.py", "if signal.getsignal(number) is not signal.SIG_IGN", "if True",
         "test_train.py::test_an_ignored_signal_stays_ignored",
     ),
+    # several devices and processes
+    Mutant(
+        "rows are not divided", "devices.py", "return _constrained(tree, P(ROWS))", "return tree",
+        "test_devices.py::test_an_update_of_scared_is_the_same_on_eight_devices_and_divided_among_them",
+    ),
+    Mutant(
+        "rows added for the devices are kept", "evaluation/evaluate.py", "np.asarray(x)[:rows]", "np.asarray(x)",
+        "test_devices.py::test_an_evaluation_does_not_depend_on_the_devices_even_if_its_rows_cannot_be_divided",
+    ),
+    Mutant(
+        "worlds of the first device only", "devices.py", "or len(worlds) % mesh.size:", "or True:",
+        "test_devices.py::test_each_device_has_its_own_worlds_moved",
+    ),
+    Mutant(
+        "a lost process is not explained", "hosts.py", "if fatal or code == LOST:", "if code is None:",
+        "test_devices.py::test_a_lost_process_ends_the_run_which_then_goes_on",
+    ),
     # sweeps
     Mutant(
         "a sweep begins a killed run anew", "recipes/sweep.py", "if _begun(task.folder) else", "if False else",

@@ -19,10 +19,16 @@ from safeicrl.envs.registry import env_to_plain
 from safeicrl.envs.spaces import Box
 from safeicrl.errors import UserError
 from safeicrl.nets.feedforward import Normaliser
+from safeicrl.nets.heads import Categorical
 from safeicrl.optimisers import episodes
 from safeicrl.optimisers.critics import CriticConfig, lbfgs
 from safeicrl.optimisers.meta import MetaAgent
-from safeicrl.optimisers.trust_region import TrustRegionConfig, conjugate_gradient, trust_region_step
+from safeicrl.optimisers.trust_region import (
+    TrustRegionConfig,
+    conjugate_gradient,
+    fisher_products,
+    trust_region_step,
+)
 from safeicrl.policies.cards import save_policy
 
 CONFIG = MamlPenaltyConfig(**SIZES)
@@ -53,8 +59,9 @@ def test_a_step_is_the_natural_gradient_and_stays_in_its_region():
 
     @jax.jit
     def step(slope):
+        policy = lambda p: 2 * p["x"]  # noqa: E731
         return trust_region_step(
-            {"x": jnp.zeros(3)}, lambda p: slope @ p["x"], lambda p: p["x"] @ fisher @ p["x"] / 2.001, config
+            {"x": jnp.zeros(3)}, policy, lambda y: slope @ y / 2, lambda y: y @ fisher @ y / 8.004, config
         )
 
     moved, told = step(slope)
@@ -67,11 +74,27 @@ def test_a_step_is_the_natural_gradient_and_stays_in_its_region():
     assert float(told["step_size"]) == 0
 
 
+def test_products_with_the_fisher_matrix_are_those_with_the_hessian_of_the_divergence():
+    root = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+    policy = lambda x: Categorical(logits=jnp.tanh(root @ x) ** 2 @ root)  # noqa: E731
+
+    @jax.jit
+    def both(start, vector):
+        divergence = policy(start).divergence
+        _, _, product = fisher_products(policy, divergence, start)
+        return product(vector), jax.hessian(lambda x: divergence(policy(x)))(start) @ vector
+
+    mine, exact = both(root[0], root[1])
+    np.testing.assert_allclose(mine, exact, rtol=1e-4, atol=1e-5)
+    assert np.abs(exact).max() > 1e-3
+
+
 def test_a_step_that_would_do_harm_is_halved():
     """A surrogate that falls again beyond 0.05, in a region that would allow 0.14."""
     config = TrustRegionConfig(max_kl=0.01, damping=0.0)
     peak = lambda x: jnp.sin(x[0] * jnp.pi / 0.1)  # noqa: E731
-    moved, told = jax.jit(lambda x: trust_region_step(x, peak, lambda x: 0.5 * (x**2).sum(), config))(jnp.zeros(1))
+    far = lambda x: 0.5 * (x**2).sum()  # noqa: E731
+    moved, told = jax.jit(lambda x: trust_region_step(x, lambda x: x, peak, far, config))(jnp.zeros(1))
     assert float(told["step_size"]) == 0.5
     assert float(moved[0]) == pytest.approx(0.0707, rel=1e-2)
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from safeicrl.envs.api import Env, refuse_several
 from safeicrl.errors import UserError, check_number
 from safeicrl.nets.feedforward import Actor
+from safeicrl.nets.heads import Distribution
 from safeicrl.optimisers.episodes import Played
 from safeicrl.optimisers.meta import Adapter, Batch, Iteration, MetaConfig, MetaLearner, bounded
 from safeicrl.optimisers.trust_region import trust_region_step
@@ -95,15 +96,21 @@ class MamlPenalty(MetaLearner):
                 return jax.tree.map(jnp.add, actor, shift)
             return self.adapter.adapt(actor, before, budget)[0]
 
-        def over_tasks(actor: Actor, measure: Any) -> jax.Array:
-            def one(shift: Actor, before: Batch, after: Batch, signal: jax.Array, budget: jax.Array) -> jax.Array:
-                return measure(adapted(actor, shift, before, budget)(after.points.inputs), after, signal)
+        def policies(actor: Actor) -> Distribution:
+            """π_θτ at the points of its own episodes, [task, point]."""
 
-            return jax.vmap(one)(shifts, found.before, found.after, signals, found.budgets).mean()
+            def one(shift: Actor, before: Batch, after: Batch, budget: jax.Array) -> Distribution:
+                return adapted(actor, shift, before, budget)(after.points.inputs)
+
+            return jax.vmap(one)(shifts, found.before, found.after, found.budgets)
+
+        def gain(after: Batch, policy: Distribution, signal: jax.Array) -> jax.Array:
+            return (after.ratio(policy) * signal).sum()
 
         return trust_region_step(
             actor,
-            lambda a: over_tasks(a, lambda policy, after, signal: (after.ratio(policy) * signal).sum()),
-            lambda a: over_tasks(a, lambda policy, after, signal: after.backward_divergence(policy)),
+            policies,
+            lambda all_of_them: jax.vmap(gain)(found.after, all_of_them, signals).mean(),
+            lambda all_of_them: jax.vmap(Batch.backward_divergence)(found.after, all_of_them).mean(),
             self.config.trust,
         )

@@ -30,12 +30,12 @@ import optax
 from safeicrl.envs.api import Env, record, refuse_several, replace
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.feedforward import Actor
-from safeicrl.nets.heads import Categorical
+from safeicrl.nets.heads import Categorical, Distribution
 from safeicrl.optimisers.episodes import Points
 from safeicrl.optimisers.meta import Adapter, Batch, Iteration, MetaConfig, MetaLearner, bounded
 from safeicrl.optimisers.trust_region import trust_region_step
 
-HALVINGS = 40  # of the interval that holds the dual: as fine as float32
+PARTS, ROUNDS = 64, 7  # of the interval that holds the dual: as fine as float32
 
 
 @dataclass(frozen=True)
@@ -110,15 +110,17 @@ class Problem:
         return (self.weight * self.policy(dual).divergence(Categorical(logits=self.log_prior))).sum()
 
     def solve(self, cap: float) -> jax.Array:
-        """The dual in [0, cap]. D is convex, so its slope rises: bisection finds where it is 0."""
+        """The dual in [0, cap]. D is convex, so its slope rises: each round keeps the part where it becomes 0."""
 
-        def halve(_: int, ends: tuple) -> tuple:
+        def narrow(_: int, ends: tuple) -> tuple:
             low, high = ends
-            middle = (low + high) / 2
-            enough = self.dual_slope(middle) >= 0
-            return jnp.where(enough, low, middle), jnp.where(enough, middle, high)
+            inside = low + (high - low) * jnp.arange(1, PARTS) / PARTS
+            enough = jax.vmap(self.dual_slope)(inside) >= 0
+            first = jnp.where(enough.any(), jnp.argmax(enough), PARTS - 1)
+            marks = jnp.concatenate([low[None], inside, high[None]])
+            return marks[first], marks[first + 1]
 
-        _, high = jax.lax.fori_loop(0, HALVINGS, halve, (jnp.float32(0.0), jnp.float32(cap)))
+        _, high = jax.lax.fori_loop(0, ROUNDS, narrow, (jnp.float32(0.0), jnp.float32(cap)))
         return jnp.where(self.dual_slope(jnp.float32(0.0)) >= 0, 0.0, high)
 
 
@@ -217,14 +219,14 @@ class SafeMeta(MetaLearner):
         prior = actor(data.points.inputs)
         log_prior = data.points.log_prob(prior)
 
-        def surrogate(actor: Actor) -> jax.Array:
-            ratio = jnp.exp(data.points.log_prob(actor(data.points.inputs)) - log_prior)
-            return (ratio * data.signal).sum()
+        def surrogate(policy: Distribution) -> jax.Array:
+            return (jnp.exp(data.points.log_prob(policy) - log_prior) * data.signal).sum()
 
-        def divergence(actor: Actor) -> jax.Array:
-            return (data.points.weight * prior.divergence(actor(data.points.inputs))).sum()
+        def divergence(policy: Distribution) -> jax.Array:
+            return (data.points.weight * prior.divergence(policy)).sum()
 
-        actor, told = trust_region_step(actor, surrogate, divergence, self.config.trust)
+        policy = lambda actor: actor(data.points.inputs)  # noqa: E731
+        actor, told = trust_region_step(actor, policy, surrogate, divergence, self.config.trust)
         return actor, told | {"feasible": feasible.astype(jnp.float32)}
 
     def pool(self, points: Points, signal: jax.Array) -> Pooled:

@@ -1,8 +1,9 @@
 """A TRPO step: the natural gradient by conjugate gradients, then a line search within a trust region.
 
-max_x surrogate(x) subject to divergence(x) ≤ max_kl. The divergence is the mean KL from the policy at the start.
-Its value and slope are 0 there, and its curvature is the Fisher matrix F. The direction F⁻¹g needs only products
-with F: the derivative of the divergence's gradient along a vector. (Schulman et al. 2015)
+max_x surrogate(π(x)) subject to divergence(π(x)) ≤ max_kl, where π(x) are the numbers that describe the policy
+(logits, means, spreads). The divergence is the mean KL from the policy at the start. Its value and slope are 0
+there, so its curvature in x, the Fisher matrix F, is JᵀCJ: J is the derivative of π, and C the curvature of the
+divergence in π. The direction F⁻¹g needs only products with F. (Schulman et al. 2015)
 """
 
 from collections.abc import Callable
@@ -53,31 +54,43 @@ def conjugate_gradient(product: Callable[[Vector], Vector], target: Vector, iter
     return jax.lax.fori_loop(0, iterations, body, start)[0]
 
 
+def fisher_products(
+    policy: Callable[[Vector], PyTree], divergence: Callable[[PyTree], jax.Array], start: Vector
+) -> tuple[PyTree, Callable[[PyTree], Vector], Callable[[Vector], Vector]]:
+    """π at the start, the products with Jᵀ, and those with F.
+
+    All is linearised once: what does not depend on the vector is not computed again for each product.
+    """
+    here, push = jax.linearize(policy, start)
+    pull = jax.linear_transpose(push, start)
+    _, bend = jax.linearize(jax.grad(divergence), here)
+    return here, lambda change: pull(change)[0], lambda vector: pull(bend(push(vector)))[0]
+
+
 def trust_region_step(
     params: PyTree,
+    policy: Callable[[PyTree], PyTree],
     surrogate: Callable[[PyTree], jax.Array],
     divergence: Callable[[PyTree], jax.Array],
     config: TrustRegionConfig,
 ) -> tuple[PyTree, dict[str, jax.Array]]:
     """The largest of the halved natural-gradient steps that improves the surrogate within the trust region.
 
-    All step sizes are tried at once. If none is good, the parameters stay. Also returns what happened.
+    `policy` maps parameters to π, the other two judge π. All step sizes are tried at once. If none is good, the
+    parameters stay. Also returns what happened.
     """
     start, unflatten = ravel_pytree(params)
-    value, gradient = jax.value_and_grad(lambda x: surrogate(unflatten(x)))(start)
-    # Linearised once: what does not depend on the vector is not computed again for each product.
-    _, curvature = jax.linearize(jax.grad(lambda x: divergence(unflatten(x))), start)
-
-    def fisher(vector: Vector) -> Vector:
-        return curvature(vector) + config.damping * vector
-
+    here, pull, product = fisher_products(lambda x: policy(unflatten(x)), divergence, start)
+    value, slope = jax.value_and_grad(surrogate)(here)
+    gradient = pull(slope)
+    fisher = lambda vector: product(vector) + config.damping * vector  # noqa: E731
     direction = conjugate_gradient(fisher, gradient, config.iterations)
     length = direction @ fisher(direction)  # twice the KL of a whole step
     whole = jnp.sqrt(2 * config.max_kl / jnp.maximum(length, SMALLEST)) * direction
     sizes = 0.5 ** jnp.arange(config.halvings)
 
     def attempt(size: jax.Array) -> tuple[jax.Array, jax.Array]:
-        there = unflatten(start + size * whole)
+        there = policy(unflatten(start + size * whole))
         return surrogate(there) - value, divergence(there)
 
     gains, distances = jax.vmap(attempt)(sizes)
