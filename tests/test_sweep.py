@@ -103,6 +103,8 @@ def test_values_become_words_of_the_command_line():
         ("--grid evaluation.max_a=1 --grid evaluation.max-a=3", "--grid evaluation.max-a is given twice"),
         ("--grid out=a,b", "a sweep chooses the folders of its runs"),
         ("--grid algo.rows=8 --resume runs/x", "a sweep resumes its runs by itself"),
+        ("--grid seed=0,1 --distributed", "a run of a sweep is one process: leave out distributed"),
+        ("--grid processes=1,2", "a run of a sweep is one process: leave out processes"),
         ("--grid algo.rowz=1,2", "unknown option --algo.rowz; did you mean --algo.rows"),
         ("--grid algo.rows=1,x", "--algo.rows takes a whole number, got 'x'"),
         ("--grid preset=darkroom-smal", "unknown preset 'darkroom-smal'"),
@@ -195,13 +197,15 @@ def test_a_failed_run_is_named_and_the_others_go_on_and_finished_ones_are_skippe
 
 
 def test_an_interrupted_sweep_stops_and_goes_on_where_it_was(tmp_path):
-    made, out = plan("lr=a,b,c"), tmp_path / "s"
+    made, out = plan("lr=a,b,c", settings=("--x", "--devices", "2")), tmp_path / "s"
     code, _ = pretend(made, out, Pretend(b=[130]))
     assert code == 130
     assert states(out) == {"lr=a": "finished", "lr=b": "stopped", "lr=c": "waiting"}
     rest = Pretend()
     assert pretend(made, out, rest)[0] == 0
-    assert [words[1] for words in rest.called] == ["--resume", "--lr=c"]
+    first, second = rest.called
+    assert first == ["train", "--devices", "2", "--resume", f"{out}/lr=b"]
+    assert second == ["train", "--x", "--devices", "2", "--lr=c", "--out", f"{out}/lr=c"]
 
 
 def test_trained_runs_are_evaluated_if_asked_for(tmp_path):
