@@ -30,7 +30,7 @@ from safeicrl.policies.catalogue import find_policy, load_agent
 from safeicrl.trial import run_trials, sample_queue
 
 EDGES = np.array([0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 1.0])  # of predicted chances
-RISKS = (0.005, 0.01, 0.03, 0.1, 0.3)
+RISKS = (0.001, 0.005, 0.02, 0.1, 0.3)
 BEFORE = (0, 1, 2, 4, 8)  # steps before a budget is broken
 
 

@@ -8,6 +8,7 @@ anew whatever it cannot read.
 import gc
 import importlib.metadata
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,20 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):  # XLA stops at a f
     # Fusion emitters double the time of compilation; splitting small programs among threads adds to it.
     FLAGS += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 
-gc.set_threshold(50_000, 20, 20)  # tracing makes many objects, of which few are garbage
+gc.disable()  # tracing makes many objects, of which few are garbage: see collect_garbage
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # nobody reads where a test's program came from
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collect_garbage() -> Iterator[None]:
+    """Once per file of tests, and what is still in use then is never looked at again."""
+    yield
+    gc.collect()
+    gc.freeze()
+
 
 # Begun first, so that no worker is left with one of them at the end.
 LONGEST = ("scared", "worlds", "safe_ad", "ppo_lag", "guard", "small_room", "shipped", "recipes")
@@ -44,3 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The files that take longest come first."""
     items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONGEST)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported lives on."""
+    gc.freeze()

@@ -278,12 +278,42 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
         "test_files.py::test_a_flipped_bit_anywhere_in_a_card_is_noticed",
     ),
     Mutant(
-        "a stop looks like the end", "cli.py", "stop.exit_status\n\n\ndef _asked", "0\n\n\ndef _asked",
+        "a stop looks like the end", "cli.py", "stop.exit_status\n\n\ndef _with", "0\n\n\ndef _with",
         "test_files.py::test_a_stop_by_signal_has_its_own_exit_status",
     ),
     Mutant(
         "ignored signals are heard", "signals.py", "if signal.getsignal(number) is not signal.SIG_IGN", "if True",
         "test_train.py::test_an_ignored_signal_stays_ignored",
+    ),
+    # several devices and processes
+    Mutant(
+        "rows are not divided", "devices.py", "return _constrained(tree, P(ROWS))", "return tree",
+        "test_devices.py::test_an_update_of_scared_is_the_same_on_eight_devices_and_divided_among_them",
+    ),
+    Mutant(
+        "rows added for the devices are kept", "evaluation/evaluate.py", "np.asarray(x)[:rows]", "np.asarray(x)",
+        "test_devices.py::test_an_evaluation_does_not_depend_on_the_devices_even_if_its_rows_cannot_be_divided",
+    ),
+    Mutant(
+        "worlds of the first device only", "devices.py", "or len(worlds) % mesh.size:", "or True:",
+        "test_devices.py::test_each_device_has_its_own_worlds_moved",
+    ),
+    Mutant(
+        "a lost process is not explained", "hosts.py", "if fatal or code == LOST:", "if code is None:",
+        "test_devices.py::test_a_lost_process_ends_the_run_which_then_goes_on",
+    ),
+    # sweeps
+    Mutant(
+        "a sweep begins a killed run anew", "recipes/sweep.py", "if _begun(task.folder) else", "if False else",
+        "test_sweep.py::test_an_interrupted_sweep_stops_and_goes_on_where_it_was",
+    ),
+    Mutant(
+        "a sweep repeats what is finished", "recipes/sweep.py", "if run.name not in finished", "if True",
+        "test_sweep.py::test_a_failed_run_is_named_and_the_others_go_on_and_finished_ones_are_skipped",
+    ),
+    Mutant(
+        "a stopped run of a sweep counts as failed", "recipes/sweep.py", "code >= 128", "code >= 256",
+        "test_sweep.py::test_an_interrupted_sweep_stops_and_goes_on_where_it_was",
     ),
     # what ships
     *(Noise(name) for name in SHIPPED),

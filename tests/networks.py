@@ -25,7 +25,8 @@ def random_weights(module, *args, scale: float = 1.0, **kwargs):
 
     def fill(x):
         size = scale / np.sqrt(x.shape[0]) if len(x.shape) > 1 else 0.3
-        return jnp.asarray(size * rng.normal(size=x.shape) + (len(x.shape) == 1), x.dtype)
+        values = size * rng.normal(size=x.shape) + (len(x.shape) == 1)
+        return jax.device_put(values.astype(x.dtype))  # jnp.asarray compiles a program for every shape
 
     return jax.tree.map(lambda x: fill(x) if isinstance(x, jax.ShapeDtypeStruct) else x, shapes)
 

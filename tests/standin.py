@@ -78,6 +78,10 @@ class TableAlgorithm:
     def agent(self, state: TableState) -> TableAgent:
         return TableAgent(table=state.table, size=self.env.size)
 
+    @property
+    def row_axes(self) -> dict[str, int]:
+        return {"algo.trials": self.config.trials}
+
     def card(self) -> dict[str, Any]:
         return {"kind": "table"}
 

@@ -224,6 +224,7 @@ def parser(tidy, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(cli, "_parse", parse)
     monkeypatch.setattr(cli, "keep_compiled", lambda: None)
+    monkeypatch.setattr(cli.hosts, "supervise", lambda args: cli.train(args[1:]))
     monkeypatch.setattr(recipe, "load_recipe", load)  # a preset stands in for the reader's own run
 
     def understand(args):

@@ -131,11 +131,11 @@ def work(*_: Any, **__: Any) -> None:
 OPTIONS = {
     "train": "preset line like resume out algo env minutes iterations seed seeds chunk start evaluation.every "
     "evaluation.tasks evaluation.seed env.size env.alpha env.test-budget algo.rows algo.net.width algo.net.layers "
-    "algo.penalty.price algo.ppo.clip wandb",
+    "algo.penalty.price algo.ppo.clip wandb devices distributed coordinator processes process join-timeout",
     "sweep": "grid out evaluate ray-address cpus gpus retries dry-run preset algo env seeds env.size algo.rows",
     "collect": "env env-args by out tasks limits steps seed group learner.hidden learner.envs minari minari-every",
     "evaluate": "agent env env-args tasks budgets budget-count budgets-per-task episodes temperature greedy risk "
-    "seed rows label out wipe",
+    "seed rows devices label out wipe",
     "export": "out seed average name description temperature env-args limit evaluation overwrite",
     "compare": "upper lower last",
     "plot": "out format",
@@ -171,7 +171,7 @@ def idle(monkeypatch, tmp_path):
         "recipes.run.run_recipe", "recipes.sweep.run_sweep", "histories.collect.collect",
         "histories.demonstrations.collect_demonstrations",
         "policies.contenders.evaluate", "show.demo.run", "policies.export.save_policy", "evaluation.plots.save",
-        "show.play.server.run", "show.report.reproduce.reproduce",
+        "show.play.server.run", "show.report.reproduce.reproduce", "hosts.supervise",
     ):  # fmt: skip
         monkeypatch.setattr(f"safeicrl.{name}", work)
     monkeypatch.setattr("safeicrl.show.play.worlds.policy_names", list)  # six policies would be loaded each time
@@ -267,15 +267,8 @@ def test_run_folders(folder, changes, file):
 
 @fuzzed("sweeps", changes=edits())
 def test_sweep_folders(folder, changes):
-    run = {
-        "name": "a=1",
-        "label": "a=1",
-        "command": "x",
-        "status": "failed",
-        "error": "",
-        "seconds": 1.0,
-        "host": "h",
-    }
+    known = {"name": "a=1", "label": "a=1", "command": "x", "status": "failed"}
+    run = {**known, "error": "", "seconds": 1.0, "host": "h"}
     content = edited({"settings": ["--x"], "evaluate": None, "grid": {"a": ["1"]}, "runs": [run]}, changes)
     (folder / "sweep.json").write_text(json.dumps(content))
     plan = Plan(name="x", settings=("--x",), grid={"a": ("1", "2")}, evaluate=None, runs=())

@@ -13,7 +13,19 @@ SOURCE = Path(safeicrl.__file__).parent
 # A room (a folder, or a file at the top) may import from itself and from the rooms before it.
 # A new room gets its place here.
 ROOMS = (
-    ("errors", "version", "files", "signals", "log", "config", "budgets", "plugins", "compiled"),
+    (
+        "errors",
+        "version",
+        "files",
+        "signals",
+        "log",
+        "config",
+        "budgets",
+        "plugins",
+        "compiled",
+        "devices",
+        "hosts",
+    ),
     ("envs", "provenance"),
     ("tokens",),
     ("nets",),

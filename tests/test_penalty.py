@@ -107,7 +107,7 @@ def test_every_budget_is_in_exactly_one_bin():
         ({"signal": "hinge", "tolerance": 0.25}, 1.25 - 0.25),
         ({"signal": "max_of_means"}, 2.5),
         ({"signal": "mean_of_max"}, 1.75),
-        ({"dual": "naive"}, np.array([1.5, 0.0, -2.0])),
+        ({"dual": "naive"}, np.array([2.5, 0.0, -0.5])),  # of each episode, the worse of two bins
     ],
 )
 def test_one_step_of_the_multiplier(change, signal):
@@ -128,7 +128,7 @@ def test_the_multiplier_is_projected_capped_and_moves_by_bounded_steps():
     move = lambda start, **change: np.asarray(  # noqa: E731
         update_multiplier(np.array(start, np.float32), PLAYED, EDGES, PenaltyConfig(dual="naive", **change))
     ).tolist()
-    assert move([0.0, 0.0, 0.1], step=1.0, bound=100.0) == [1.5, 0.0, 0.0]
+    assert move([0.0, 0.0, 0.1], step=1.0, bound=100.0) == [2.5, 0.0, 0.0]
     assert move([0.0, 0.0, 5.0], step=1.0, bound=0.5) == [0.5, 0.0, 4.5]
     assert move([0.0, 0.0, 5.0], step=1.0, bound=100.0, cap=1.0) == [1.0, 0.0, 1.0]
 

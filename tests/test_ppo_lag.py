@@ -83,8 +83,9 @@ def test_the_limit_decides_the_way_through_the_room():
     learner, states, metrics = run(ROOM, config, tasks, [0.0, 5.0])
     np.testing.assert_allclose(metrics["return"][-20:].mean(0), [1.0, 1.0], atol=0.03)
     np.testing.assert_allclose(metrics["cost"][-20:].mean(0), [0.0, 1.0], atol=0.06)
+    pick = jax.jit(lambda states, index: learner.agent(jax.tree.map(lambda x: x[index], states)))
     for index, cost in ((0, 0.0), (1, 1.0)):
-        agent = learner.agent(jax.tree.map(lambda x, i=index: x[i], states))
+        agent = pick(states, index)
         greedy, _ = with_options(ROOM, agent, greedy=True)
         found = evaluate(Laid(), greedy, tasks=1, episodes=2, segments=1)
         assert (found.returns == 1).all()
@@ -215,9 +216,10 @@ def test_the_normaliser_is_the_mean_and_variance_of_all_it_saw():
 
 
 def test_a_fixed_task_is_one_task_whoever_asks():
-    tasks = jax.vmap(lambda k: FIXED.sample_task(k, "test"))(jax.random.split(jax.random.key(0), 5))
+    sample = jax.jit(jax.vmap(lambda k: FIXED.sample_task(k, "test")))
+    tasks = sample(jax.random.split(jax.random.key(0), 5))
     assert (tasks.goal == tasks.goal[0]).all()
-    expected = FIXED.inner.sample_task(jax.random.key(0), "train")
+    expected = jax.jit(lambda k: FIXED.inner.sample_task(k, "train"))(jax.random.key(0))
     np.testing.assert_array_equal(tasks.obstacles[3], expected.obstacles)
     assert FIXED.spec.train_budget == FIXED.spec.test_budget == (1.0, 1.0)
     assert FIXED.inner == SafeDarkRoom(size=3, obstacles=1, max_steps=5, episodes=3)

@@ -14,8 +14,9 @@ from safeicrl.cli import main
 from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import save_results
 from safeicrl.evaluation.results import Results
+from safeicrl.log import read_metrics
 from safeicrl.recipes.form import train_form
-from safeicrl.show.report import jobs, panels, settings
+from safeicrl.show.report import jobs, panels, settings, training
 from safeicrl.show.report.content import Found, Grid, find
 from safeicrl.show.report.reproduce import build
 
@@ -147,6 +148,21 @@ def test_training_budgets_are_those_of_the_logs():
     assert rows["safe-velocity-half-cheetah: all stages"][2:4] == ["840", f"{short + whole:,}"]
 
 
+def test_evaluations_of_stages_follow_one_another():
+    """HalfCheetah: one evaluation at the end of the first stage, four in the second, by the logs themselves."""
+    part = part_of("training-steps-robots")
+    found = find(part, STORED)
+    folder = STORED / "safe-velocity-half-cheetah" / "training"
+    first, second = (read_metrics(path / "metrics.jsonl") for path in sorted(folder.glob("[0-9]-*")))
+    judged = [line for line in second if "eval/over_budget" in line]
+    steps, over = training._evaluations(found, "eval/over_budget")["safe-velocity-half-cheetah"]
+    assert steps == [first[-1]["env_steps"], *(first[-1]["env_steps"] + line["env_steps"] for line in judged)]
+    assert over[1:] == [line["eval/over_budget"] for line in judged]
+    drawing, _ = part.show(found)
+    goals, returns, shares = drawing.figure.axes
+    assert [len(axis.lines) - len(training.MARKS) for axis in (goals, returns, shares)] == [2, 2, 4]
+
+
 def test_every_stored_file_that_a_panel_names_is_found():
     """What is missing today, and nothing else. When a result lands, it leaves this list."""
     missing = {need.label for panel in panels.PANELS for part in panel.parts for need in find(part, STORED).missing}
@@ -162,6 +178,7 @@ def test_every_stored_file_that_a_panel_names_is_found():
         "Algorithm 1",
         "safe-dark-car",
         "safe-velocity",
+        "guard switched off",
     )
     assert not {label for label in missing if not label.startswith(fine)}
 
@@ -195,7 +212,7 @@ def commands(monkeypatch):
     ran: list[tuple[str, ...]] = []
     fail: list[str] = []
 
-    def stand_in(step, log):
+    def stand_in(step, log, compiler):
         ran.append(step)
         log.write_text("safeicrl: no such thing\n")
         failed = " ".join(step[:2]) in fail

@@ -303,7 +303,8 @@ def test_an_improving_history_is_learned_and_continued():
 
 @pytest.fixture(scope="module")
 def config():
-    return SafeADConfig(iterations=4, updates=3, batch=8, warmup=2, net=SMALL)
+    net = dataclasses.replace(SMALL, layers=1)
+    return SafeADConfig(iterations=4, updates=3, batch=8, warmup=2, net=net)
 
 
 def test_resumed_equals_uninterrupted(tmp_path, config):
@@ -339,7 +340,7 @@ def test_real_valued_actions_by_squared_error():
         cost=rng.random((4, 40)).astype(np.float32),
         done=np.tile(np.array([0, 0, 0, 2], np.uint8), (4, 10)),
     )
-    net = dataclasses.replace(SMALL, context=8, residual_dropout=0.0, embedding_dropout=0.0)
+    net = dataclasses.replace(SMALL, layers=1, context=8, residual_dropout=0.0, embedding_dropout=0.0)
     config = SafeADConfig(iterations=2, updates=100, batch=16, warmup=0, learning_rate=3e-3, net=net)
     algo = SafeAD(env, config, histories)
     assert algo.scales.mean[0] == pytest.approx(observation.mean(), rel=1e-4)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -130,14 +131,24 @@ def test_with_exact_critics_the_adapted_cost_respects_the_limit(seed):
 
 # -- adaptation from episodes
 
+CELLS = np.concatenate(
+    [np.eye(3, dtype=np.float32)[x] for x in ROOM.spec.observation.cells().T], -1
+)  # [cell, input]
+
+
+def build(adapter: SafeAdapter, seed: int = 0) -> MetaAgent:
+    """In one program instead of one for each array."""
+    return eqx.filter_jit(MetaAgent.build)(adapter, jax.random.key(seed))
+
+
 GOOD, BAD = 4, 3  # right pays, left costs
 
 
 def bandit(config: SafeMetaConfig) -> tuple[SafeAdapter, Actor, Batch]:
     """One-step episodes in the middle cell, each action equally often: right pays 1, left costs 1."""
     adapter = SafeAdapter(ROOM.spec, config)
-    actor = adapter.begin(MetaAgent.build(adapter, jax.random.key(0)).actor)
-    inputs = ROOM.spec.observation.encode(jnp.asarray(ROOM.spec.observation.cells()))
+    actor = adapter.begin(build(adapter).actor)
+    inputs = CELLS
     points = Points(inputs=inputs, weight=jax.nn.one_hot(4, 9), action=None, place=jnp.full((5, 1), 4))
     prior = actor(inputs)
     at = lambda action: jnp.zeros((9, 5)).at[4].set(0.2 * (jax.nn.one_hot(action, 5) - 0.2))  # noqa: E731
@@ -173,7 +184,7 @@ def test_a_gaussian_is_fitted_towards_what_pays():
     """The prior is N(0, σ²) and A = −(x − ½)²: the solution of (1) at λ = 1 is a Gaussian, too, known exactly."""
     config = dataclasses.replace(CONFIG, inner=SafeStepConfig(steps=150, rate=0.01))
     adapter = SafeAdapter(Throw().spec, config)
-    actor = replace(MetaAgent.build(adapter, jax.random.key(0)).actor, log_std=jnp.array([-1.5]))
+    actor = replace(build(adapter).actor, log_std=jnp.array([-1.5]))
     number = 4000
     x = np.exp(-1.5) * np.random.default_rng(0).normal(size=(number, 1)).astype(np.float32)
     prior = TanhNormal(mean=jnp.zeros((number, 1)), log_std=jnp.full((number, 1), -1.5))
@@ -215,15 +226,14 @@ def captured(monkeypatch, config, found: Iteration, actor: Actor):
 def iteration(agent: MetaAgent, budget: float, seed: int = 0) -> Iteration:
     """Two tasks with made-up numbers in every cell and action."""
     rng = np.random.default_rng(seed)
-    inputs = ROOM.spec.observation.encode(jnp.asarray(ROOM.spec.observation.cells()))
-    actors = spread_over(2, agent.adapter.begin(agent.actor))
+    actors = jax.jit(lambda actor: spread_over(2, agent.adapter.begin(actor)))(agent.actor)
+    prior = jax.jit(jax.vmap(lambda a: a(CELLS)))(actors)
 
     def batch(mean_cost: float) -> Batch:
         weight = jnp.asarray(rng.dirichlet(np.ones(9), 2), jnp.float32)
         points = Points(
-            inputs=jnp.stack([inputs, inputs]), weight=weight, action=None, place=jnp.zeros((2, 1, 1), jnp.int32)
+            inputs=jnp.stack([CELLS, CELLS]), weight=weight, action=None, place=jnp.zeros((2, 1, 1), jnp.int32)
         )
-        prior = jax.vmap(lambda a: a(inputs))(actors)
         signal = jnp.asarray(rng.normal(size=(2, 2, 9, 5)), jnp.float32)
         return Batch(
             points=points, prior=prior, log_prior=jax.nn.log_softmax(prior.logits), reward=signal[0],
@@ -235,23 +245,23 @@ def iteration(agent: MetaAgent, budget: float, seed: int = 0) -> Iteration:
 
 
 def test_the_step_follows_the_reward_while_feasible_and_lowers_the_cost_otherwise(monkeypatch):
-    agent = MetaAgent.build(SafeAdapter(ROOM.spec, CONFIG), jax.random.key(0))
-    inputs = ROOM.spec.observation.encode(jnp.asarray(ROOM.spec.observation.cells()))
-    log_prob = lambda a: jax.nn.log_softmax(a(inputs).logits)  # noqa: E731
+    agent = build(SafeAdapter(ROOM.spec, CONFIG))
+    log_prob = lambda a: jax.nn.log_softmax(a(CELLS).logits)  # noqa: E731
+    slope = jax.jit(jax.grad(lambda a, s: (s.mean(0) * log_prob(a)).sum()))
     for budget, feasible in ((2.5, 1.0), (1.5, 0.0)):
         found = iteration(agent, budget)
         surrogate, switch = captured(monkeypatch, CONFIG, found, agent.actor)
         assert switch == feasible
         signal = found.after.reward if feasible else -found.before.cost
         # at the start, the slope of the surrogate is the mean over tasks of E[∇ log π_φ A]
-        expected = jax.grad(lambda a, s=signal: (s.mean(0) * log_prob(a)).sum())(agent.actor)
-        for a, b in zip(jax.tree.leaves(jax.grad(surrogate)(agent.actor)), jax.tree.leaves(expected), strict=True):
+        expected, mine = slope(agent.actor, signal), jax.jit(jax.grad(surrogate))(agent.actor)
+        for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def test_the_meta_gradient_without_hessians_is_the_gradient_of_the_adapted_return(monkeypatch):
     """One step from each cell, known rewards, a fixed tilt: then J(π_u) is a plain function of φ."""
-    agent = MetaAgent.build(SafeAdapter(ROOM.spec, CLOSED), jax.random.key(3))
+    agent = build(SafeAdapter(ROOM.spec, CLOSED), seed=3)
     found = iteration(agent, budget=9.0)
     inputs, rng = found.after.points.inputs[0], np.random.default_rng(5)
     tilt, rewards = (jnp.asarray(rng.normal(size=(9, 5)), jnp.float32) for _ in range(2))
@@ -265,7 +275,7 @@ def test_the_meta_gradient_without_hessians_is_the_gradient_of_the_adapted_retur
     signal = jnp.broadcast_to(weight[:, None] * policy * advantage, (2, 9, 5))
     found = replace(found, after=replace(found.after, reward=signal))
     surrogate, _ = captured(monkeypatch, CLOSED, found, agent.actor)
-    mine, exact = jax.grad(surrogate)(agent.actor), jax.grad(adapted_return)(agent.actor)
+    mine, exact = (jax.jit(jax.grad(f))(agent.actor) for f in (surrogate, adapted_return))
     for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(exact), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
     assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(exact)) > 1e-3
@@ -324,7 +334,8 @@ def test_no_updates_are_the_policy_as_it_was(run):
     policy.start(budget=2)
     assert policy.act([1, 1]) in range(5)  # outside of evaluations it acts as the meta-policy
     agent = replace(policy.agent, updates=0)
-    tasks = jax.vmap(lambda key: ROOM.sample_task(key, "test"))(jax.random.split(jax.random.key(0), 4))
+    sample = jax.jit(jax.vmap(lambda key: ROOM.sample_task(key, "test")))
+    tasks = sample(jax.random.split(jax.random.key(0), 4))
     found, spent = jax.jit(lambda key: agent.play_trials(ROOM, tasks, jnp.full(4, 2.0), key, episodes=3))(
         jax.random.key(1)
     )

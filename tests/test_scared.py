@@ -20,6 +20,7 @@ from safeicrl.envs.api import replace
 from safeicrl.errors import UserError
 from safeicrl.evaluation.evaluate import evaluate
 from safeicrl.nets.transformer import NetConfig
+from safeicrl.optimisers import ddpg
 from safeicrl.optimisers import replay as buffer
 from safeicrl.optimisers.ddpg import DDPG, DDPGConfig, Heads, Nets, Seen, paper_config
 from safeicrl.optimisers.ppo import PPO, ActorCritic, Batch, PPOConfig, PPOState
@@ -30,6 +31,12 @@ from safeicrl.trial import episode_sums, sample_queue
 OPTIMISERS = ("ppo", "ddpg")
 TINY = NetConfig(width=16, layers=1, heads=2, context=STEPS, dtype="float32")
 PENALTY = PenaltyConfig(step=0.2, tolerance=0.02)
+# What the actor pays λ for: the excess, all cost of episodes over budget, all cost (Eq. 5, one λ per episode).
+CHARGES = {
+    "excess": PenaltyConfig(),
+    "paper": PenaltyConfig(form="paper"),
+    "all": PenaltyConfig(dual="naive"),
+}
 
 
 def config(optimiser: str, **changes: Any) -> ScaredConfig:
@@ -60,10 +67,13 @@ class Fit:
 
 
 @functools.cache
-def fit(env: Any, optimiser: str, batch: int = 16) -> Fit:
+def fit(env: Any, optimiser: str, batch: int = 16, hidden: int = 32) -> Fit:
+    """`hidden` is the width of the critics of ddpg."""
     settings = config(optimiser)
     algorithm = Scared(env, dataclasses.replace(settings, ddpg=dataclasses.replace(settings.ddpg, batch=batch)))
-    state = eqx.filter_jit(algorithm.init)(jax.random.key(0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ddpg, "HIDDEN", hidden)
+        state = eqx.filter_jit(algorithm.init)(jax.random.key(0))
     update = eqx.filter_jit(algorithm.update, compiler_options=OPTIMISED)
     history = []
     for _ in range(algorithm.config.iterations):
@@ -93,7 +103,7 @@ def test_the_good_arm_is_found_in_context_and_pulled_exactly_as_often_as_the_bud
 def test_real_valued_actions_and_costs(optimiser):
     """The side of the target is read off the first throw; on the right side the budget is what limits the throw."""
     env = Throw()
-    run = fit(env, optimiser, batch=32)
+    run = fit(env, optimiser, batch=32, hidden=ddpg.HIDDEN)  # a slope in the action needs more than a table of arms
     agent, _ = with_options(env, run.algorithm.agent(run.state), greedy=True)
     found = evaluate(env, agent, tasks=500, segments=1)
     excess = np.maximum(found.costs - found.budgets[:, None], 0)
@@ -251,14 +261,14 @@ def corrections_by_hand(signal, discount, here, ahead, decay):
     return found
 
 
-def ppo_loss_by_hand(settings, form, trials, multiplier, scale, entropy_weight, log_prob, entropy, values):
+def ppo_loss_by_hand(settings, charge, trials, multiplier, scale, entropy_weight, log_prob, entropy, values):
     """All of it in float64, from the network's outputs on the rows; values are in units of `scale`."""
     mask, trial_over = learnable_by_hand(trials), np.asarray(trials.trial_done)
-    if form == "excess":
+    if charge == "excess":
         cost, cost_discount = excess_by_hand(trials), settings.cost_discount * (1.0 - trial_over)
     else:
         cost, cost_discount = np.asarray(trials.cost), 1.0 - np.asarray(trials.done)
-        multiplier = multiplier * over_by_hand(trials)
+        multiplier = multiplier * over_by_hand(trials) if charge == "paper" else multiplier
     signals = ((np.asarray(trials.reward), settings.discount * (1.0 - trial_over)), (cost, cost_discount))
     trace = np.full((ROWS, STEPS), settings.trace)
     advantages = [
@@ -275,11 +285,11 @@ def ppo_loss_by_hand(settings, form, trials, multiplier, scale, entropy_weight, 
     return total, actor, critics, (np.abs(ratio - 1) > settings.clip)[mask].mean()
 
 
-@pytest.mark.parametrize("form", ["excess", "paper"])
-def test_the_ppo_loss_by_hand(rows, form):
+@pytest.mark.parametrize("charge", CHARGES)
+def test_the_ppo_loss_by_hand(rows, charge):
     net = random_weights(ActorCritic, TINY, ROOM.spec, privileged=True)
     settings = PPOConfig(minibatch=8)
-    ppo = PPO(ROOM, TINY, PenaltyConfig(form=form), settings, iterations=1, rows=ROWS)
+    ppo = PPO(ROOM, TINY, CHARGES[charge], settings, iterations=1, rows=ROWS)
     multiplier = np.array([0.4, 1.3])[np.asarray(rows.token.episode)]  # one for each episode
     scale, weight = np.array([0.5, 2.0]), 0.1
 
@@ -295,7 +305,7 @@ def test_the_ppo_loss_by_hand(rows, form):
     loss, metrics, *seen = outputs(net, tasks(0))
     log_prob, entropy, values = jax.tree.map(lambda x: np.asarray(x, np.float64), seen)
     total, actor, critics, clipped = ppo_loss_by_hand(
-        settings, form, rows, multiplier, scale, weight, log_prob, entropy, values
+        settings, charge, rows, multiplier, scale, weight, log_prob, entropy, values
     )
     assert loss == pytest.approx(total, rel=1e-4)
     assert metrics["actor_loss"] == pytest.approx(actor, rel=1e-3)
@@ -356,14 +366,14 @@ def test_gradients_are_clipped_by_their_common_norm():
     np.testing.assert_allclose(updates["b"], [-0.1 * 4 / 5, 0], rtol=1e-4)
 
 
-@pytest.mark.parametrize("form", ["excess", "paper"])
-def test_retrace_targets_by_hand(rows, form):
+@pytest.mark.parametrize("charge", ["excess", "paper"])
+def test_retrace_targets_by_hand(rows, charge):
     """Q̂ = Q + Σ_s (Π γ c) (r + γ E_π Q' − Q), c = trace · min(1, π/μ): stops at boundaries, cut rows wait."""
     settings = DDPGConfig(discount=0.95, cost_discount=0.9, trace=0.8, ensemble=3, capacity=ROWS)
     net = random_weights(Nets, TINY, ROOM.spec, settings)
     slow = Heads(actor=net.policy.actor, reward=net.reward, cost=net.cost)
     hidden, _ = sample_queue(ROOM, "train", (1.0, 2.0), (ROWS, QUEUE), jax.random.key(5))
-    ddpg = DDPG(ROOM, TINY, PenaltyConfig(form=form), settings, iterations=1, trials=rows, tasks=hidden)
+    ddpg = DDPG(ROOM, TINY, CHARGES[charge], settings, iterations=1, trials=rows, tasks=hidden)
     scale = np.array([0.5, 2.0])
 
     @jax.jit
@@ -377,7 +387,7 @@ def test_retrace_targets_by_hand(rows, form):
     found, policy, tables = jax.tree.map(np.asarray, outputs())  # policy: [row, time, action]
     trial_over, action = np.asarray(rows.trial_done), np.asarray(rows.action)[..., None]
     signals = [(np.asarray(rows.reward), 0.95 * (1.0 - trial_over))]
-    if form == "excess":
+    if charge == "excess":
         signals += [(excess_by_hand(rows), 0.9 * (1.0 - trial_over))]
     else:
         signals += [(np.asarray(rows.cost), 1.0 - np.asarray(rows.done))]

@@ -2,15 +2,19 @@
 
 import dataclasses
 import functools
-import importlib.util
 import io
 import json
+import os
 import re
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import obstinate
 import pytest
 from rich.console import Console
 from test_compare import results
@@ -27,6 +31,8 @@ from safeicrl.recipes import sweep as sweeping
 from safeicrl.recipes.board import Board, latest
 from safeicrl.recipes.grid import Plan, make_plan, option, parse_grid
 from safeicrl.recipes.sweep import Resources, run_sweep
+from safeicrl.show.report.content import find
+from safeicrl.show.report.sweep import sweep_panels
 
 TESTS = Path(__file__).parent
 
@@ -299,14 +305,18 @@ def test_the_report_of_a_sweep_has_its_runs_and_says_what_is_missing(tmp_path, c
         save_results(results(1.0 + seed), out / f"lr=a,seed={seed}" / "evaluation")
         line = {"iteration": 1, "env_steps": 10, "seconds": 1.0, "return": 0.5, "cost": 1, "budget": 2}
         (out / f"lr=a,seed={seed}" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    assert main(["reproduce", "--results", str(out), "--out", str(tmp_path / "page")]) == 0
-    assert "missing, with the commands on the page: episodes-2, budgets-2, training-1" in capsys.readouterr().out
+    assert main(["reproduce", "episodes", "--results", str(out), "--out", str(tmp_path / "page")]) == 0
+    assert "missing, with the commands on the page: episodes-2" in capsys.readouterr().out
     page = (tmp_path / "page" / "index.html").read_text()
     assert "<td>lr=a</td><td>6</td><td>2</td><td>3 ± 1</td>" in page  # totals of two episodes: 2 and 4
     assert "Missing: lr=b." in page
     assert f"safeicrl reproduce episodes --results {out}" in page
-    assert "<td>lr=b,seed=1</td><td>failed</td>" in page
-    assert "the rate is too large" in page
+    parts = {part.name: part for panel in sweep_panels(out) for part in panel.parts}
+    assert [need.label for need in find(parts["training-1"], out).missing] == ["lr=b,seed=0", "lr=b,seed=1"]
+    assert len(parts["training-1"].show(find(parts["training-1"], out))) == 1
+    (table,) = parts["runs-1"].show(find(parts["runs-1"], out))
+    assert table.rows[3][:2] == ["lr=b,seed=1", "failed"]
+    assert table.rows[3][4] == "the rate is too large"
     assert main(["reproduce", "guard", "--results", str(out), "--out", str(tmp_path / "page")]) == 2
     assert "unknown figure 'guard'; known: budgets, episodes, runs, training" in capsys.readouterr().err
 
@@ -314,13 +324,65 @@ def test_the_report_of_a_sweep_has_its_runs_and_says_what_is_missing(tmp_path, c
 # -- Ray
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="no Ray here: pip install 'safeicrl[ray]'")
+@pytest.fixture(scope="module")
+def ray():
+    """One Ray for all tests, started as a sweep starts it, but for one run at a time: each process imports much."""
+    package = pytest.importorskip("ray", reason="no Ray here: pip install 'safeicrl[ray]'")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(TESTS)  # where Ray's processes find modules
+        patch.setattr(package, "init", functools.partial(package.init, num_cpus=1))
+        with sweeping._connected(package, None):
+            yield package
+
+
+def with_ray(made: Plan, out: Path, **resources: Any) -> tuple[int, str]:
+    console = Console(file=io.StringIO(), width=200)
+    code = run_sweep(
+        made, out=out, resources=Resources(**resources), command=obstinate.command, console=console
+    )  # fmt: skip
+    return code, console.file.getvalue()
+
+
+@pytest.mark.usefixtures("ray")
+def test_a_run_whose_process_dies_is_tried_again_and_named_in_the_end(tmp_path):
+    code, said = with_ray(plan("what=dies,moves,works"), tmp_path / "s", retries=1)
+    assert code == 1
+    assert states(tmp_path / "s") == {"what=dies": "failed", "what=moves": "finished", "what=works": "finished"}
+    assert {what: obstinate.attempts(tmp_path / "s" / f"what={what}") for what in ("dies", "moves", "works")} == {
+        "dies": 2, "moves": 2, "works": 1,
+    }  # fmt: skip
+    assert "failed: what=dies: its process died, and in 1 retries again" in said
+
+
+@pytest.mark.usefixtures("ray")
+def test_ctrl_c_stops_every_run_and_those_that_wait(tmp_path):
+    def interrupt() -> None:
+        end = time.monotonic() + 60
+        while not obstinate.attempts(tmp_path / "s" / "what=waits") and time.monotonic() < end:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    code, _ = with_ray(plan("what=waits,works"), tmp_path / "s")
+    thread.join()
+    assert code == 130
+    assert states(tmp_path / "s") == {"what=waits": "stopped", "what=works": "stopped"}
+    assert obstinate.attempts(tmp_path / "s" / "what=waits") == 1
+    assert obstinate.attempts(tmp_path / "s" / "what=works") == 0
+
+
+@pytest.mark.usefixtures("ray")
+def test_what_this_machine_does_not_have_is_refused(tmp_path):
+    with pytest.raises(UserError, match="a run asks for 2 CPUs, this machine has 1"):
+        with_ray(plan("what=works,dies"), tmp_path / "s", cpus=2.0)
+
+
+@pytest.mark.usefixtures("ray")
 def test_a_killed_run_is_retried_and_resumes_from_its_checkpoint(tmp_path, monkeypatch):
     """One of four runs dies in its first evaluation; in the end it is the same as one that did not."""
     monkeypatch.chdir(TESTS)  # for --import, here and in Ray's processes
     monkeypatch.setattr(plugins, "imported", [])
-    ray = importlib.import_module("ray")
-    monkeypatch.setattr(ray, "init", functools.partial(ray.init, num_cpus=1))  # each process imports JAX
     fate, out = tmp_path / "fate", tmp_path / "s"
     fate.touch()
     room = "--env.size 3 --env.obstacles 2 --env.max-steps 5 --env.episodes 4 --env.train-budget 1 3"

@@ -23,6 +23,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from safeicrl import hosts
 from safeicrl.compiled import keep_compiled
 from safeicrl.config import DROPPED, dropped_option
 from safeicrl.errors import Approximation, BeyondTraining, Damaged, Incomplete, UserError, printable, unknown_name
@@ -36,6 +37,10 @@ T = TypeVar("T")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
+    return hosts.work(lambda: _main(argv)) if hosts.is_worker() else _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a file name may have bytes that are no text
@@ -66,6 +71,8 @@ def _complain(error: object) -> int:
 
 
 def _run(args: list[str]) -> int | None:
+    if "train" in args and "--distributed" in args and not hosts.is_worker():
+        return hosts.supervise(args)
     if "--no-compile-cache" in args:
         args.remove("--no-compile-cache")
     else:
@@ -139,12 +146,15 @@ def train(args: list[str]) -> int:
     from safeicrl.recipes.run import run_recipe
 
     settings, recipe, resume = _asked_recipe(args)
-    changed, out = _with_settings("train", recipe, settings)
+    changed, asked = _with_settings("train", recipe, settings)
     if resume is not None:
         check_resumable(recipe, changed)
-    out = resume or out or Path("runs") / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    out = resume or asked.out or Path("runs") / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     stop = StopRequest()
-    ran = run_recipe(changed, out=out, resume=resume is not None, stop=stop)
+    _join(asked)
+    ran = run_recipe(changed, out=out, resume=resume is not None, stop=stop, devices=asked.devices)
+    if not hosts.is_first():
+        return stop.exit_status
     if ran.policies:
         print(f"evaluate it:  safeicrl evaluate {out}")
     else:
@@ -155,15 +165,24 @@ def train(args: list[str]) -> int:
     return stop.exit_status
 
 
-def _with_settings(command: str, recipe: Any, settings: list[str]) -> tuple[Any, Path | None]:
-    """The recipe with what the command line changes in it, and the folder that it asks for."""
+def _join(asked: Any) -> None:
+    """Meet the other processes, where several train together."""
+    cluster = hosts.Cluster(coordinator=asked.coordinator, processes=asked.processes, process=asked.process)
+    if asked.distributed:
+        hosts.join(cluster, asked.join_timeout)
+    elif asked.coordinator is not None:
+        raise UserError("--coordinator, --processes and --process are for several processes: add --distributed")
+
+
+def _with_settings(command: str, recipe: Any, settings: list[str]) -> tuple[Any, Any]:
+    """The recipe with what the command line changes in it, and the form of its first stage: folder, devices."""
     from safeicrl.recipes.form import train_form, with_options
 
     forms: list[Any] = [
         _parse(command, train_form(recipe, index, train.__doc__ or ""), settings)
         for index in range(len(recipe.stages))
     ]
-    return with_options(recipe, forms), forms[0].out
+    return with_options(recipe, forms), forms[0]
 
 
 def _asked_recipe(args: list[str]) -> tuple[list[str], Any, Path | None]:
@@ -333,6 +352,7 @@ class Evaluate:
     split: Literal["test", "train"] = "test"  # which distribution the tasks are drawn from
     seed: int = 0  # of tasks and actions; agents evaluated with the same seed meet the same tasks
     rows: int | None = None  # trials at a time; 256 by default, 32 on a CPU
+    devices: int | None = None  # that share them; all local ones by default
     label: str | None = None  # name in tables and figures; results with the same label are seeds of one agent
     out: Path | None = None  # file to write: OUT.npz and OUT.json; for several seeds OUT-seed0.npz, ...
 
@@ -351,7 +371,8 @@ def evaluate(args: list[str]) -> None:
         result = who.adapting(fresh_episodes=asked.fresh_episodes, updates=asked.updates).evaluate(
             split=asked.split, task_list=asked.list, tasks=asked.tasks, budgets=budgets,
             budget_count=asked.budget_count, budgets_per_task=asked.budgets_per_task,
-            episodes=asked.episodes, seed=asked.seed, rows=asked.rows, label=asked.label or who.label,
+            episodes=asked.episodes, seed=asked.seed, rows=asked.rows, devices=asked.devices,
+            label=asked.label or who.label,
         )  # fmt: skip
         results[name], meta = result, result.meta
         print(f"{name}: actions {meta['actions']}, context {meta['context']}, {meta['seconds']:.1f} s")

@@ -3,7 +3,8 @@ r"""The core of the paper: the cost constraints of all episodes become one penal
     Eq. 4, the problem    max_π E[Σ_k G(τ_k)]  s.t.  g_k(π) = E[G_c(τ_k)] − δ ≤ 0 for every episode k
                           g_k: `constraint`
     Eq. 5, its dual       min_λ max_π E[Σ_k G(τ_k)] − Σ_k λ_k g_k(π)
-                          one multiplier per episode, the ablation: `PenaltyConfig.dual` "naive"
+                          one multiplier per episode, the ablation: `PenaltyConfig.dual` "naive"; there the actor
+                          pays λ_k for all cost of episode k, and λ_k follows g_k: `worst_by_episode`
     the surrogate         L_Σ(π, λ) = E[Σ_k G(τ_k)] − λ Σ_k [g_k(π)]₊
                           `surrogate`; step by step: `excess_cost`, or the paper's own `over_budget`
     Eq. 6, the iteration  π ← argmax_π L_Σ(π, λ)       the optimisers: optimisers/ppo.py, optimisers/ddpg.py
@@ -43,7 +44,7 @@ Edges = jax.Array | np.ndarray  # [bin + 1], with several costs [cost, bin + 1];
 class PenaltyConfig:
     """How the constraint is enforced."""
 
-    form: Literal["excess", "paper"] = "excess"  # what the actor pays for: `excess_cost`, or `over_budget`
+    form: Literal["excess", "paper"] = "excess"  # what the actor pays for: `excess_cost`, or `over_budget`; exact
     dual: Literal["exact", "naive"] = "exact"  # one multiplier (the paper), or one per episode (its ablation)
     signal: Signal = "hinge"  # what moves the one multiplier, see `update_multiplier`
     source: Literal["rollout", "replay"] = "rollout"  # whose costs move it: just played, or also in replay
@@ -71,6 +72,11 @@ class PenaltyConfig:
         check_number("penalty.cap", self.cap, 0.0)
         if not self.cap >= self.initial:
             raise UserError(f"penalty.cap must be ≥ penalty.initial, got {self.cap} < {self.initial}")
+
+    @property
+    def charge(self) -> Literal["excess", "paper", "all"]:
+        """What the actor pays λ for: `form`, or all cost in Eq. 5, where −λ_k (G_c − δ) is linear in the cost."""
+        return "all" if self.dual == "naive" else self.form
 
 
 def hinge(x: jax.Array) -> jax.Array:
@@ -124,6 +130,16 @@ def over_budget(trials: Trials) -> jax.Array:
     return is_over(total, trials.budget).astype(jnp.float32)
 
 
+def charged_cost(trials: Trials, config: PenaltyConfig, discount: float) -> tuple[jax.Array, jax.Array]:
+    """What the cost critic learns, and its γ: the excess, discounted through the trial, or else all cost.
+
+    All cost is that of one episode, undiscounted: its critic stops at the episode's end. Several costs are summed.
+    """
+    if config.charge == "excess":
+        return excess_cost(trials), discount * (1.0 - trials.trial_done)
+    return trials.cost.sum(-1) if trials.several else trials.cost, 1.0 - trials.done
+
+
 def net_reward(trials: Trials, config: PenaltyConfig) -> jax.Array:
     """The reward minus `config.price` for each unit of cost that this step takes from the budget.
 
@@ -157,9 +173,7 @@ def update_multiplier(
     """
     if config.dual == "naive":
         # Eq. 5: g_k of each episode drives its own λ_k. An episode that nobody played gives no signal.
-        # With several costs, the largest of them.
-        largest = lambda g: g.max(-1) if episodes.several else g  # noqa: E731
-        signal = jnp.where(episodes.played.any(0), largest(constraint(episodes)), 0.0)
+        signal = jnp.where(episodes.played.any(0), worst_by_episode(episodes, edges), 0.0)
     elif config.signal == "hinge":
         signal = hinge_by_bin(episodes, edges).max() - config.tolerance
     elif config.signal == "max_of_means":
@@ -173,14 +187,20 @@ def update_multiplier(
 
 
 def max_of_means(episodes: Episodes, edges: Edges) -> jax.Array:
-    """Eq. 6's max_k g_k, the largest mean of C_k − δ; 0 if nothing was played.
+    """Eq. 6's max_k g_k; 0 if nothing was played."""
+    return jnp.where(episodes.played.any(), worst_by_episode(episodes, edges).max(), 0.0)
 
-    Reading: the maximum is over episodes *and* budget bins, and over costs. In a mean over mixed budgets, slack at
-    large budgets would cancel violations at small ones, and λ would stay 0.
+
+def worst_by_episode(episodes: Episodes, edges: Edges) -> jax.Array:
+    """g_k where budgets are mixed: the largest mean of C_k − δ in any budget bin, [episode]; −∞ if nobody played k.
+
+    Reading: the maximum is over budget bins, and over costs. In a mean over mixed budgets, slack at large budgets
+    would cancel violations at small ones, and λ would stay 0.
     """
     inside = _inside(episodes, edges)  # [trial, episode, bin], or [trial, episode, cost, bin]
     means = _mean(episodes.excess[..., None], inside, axis=0)
-    return jnp.where(episodes.played.any(), jnp.where(inside.any(0), means, -jnp.inf).max(), 0.0)
+    means = jnp.where(inside.any(0), means, -jnp.inf)
+    return means.reshape(len(means), -1).max(-1)
 
 
 def mean_of_max(episodes: Episodes) -> jax.Array:

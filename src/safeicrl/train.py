@@ -6,6 +6,7 @@ it also has the best policy so far (best-seed0.safetensors + .json) and the eval
 since its last checkpoint. The resumed run then does what the killed one would have done, on a CPU bit for bit.
 """
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -18,8 +19,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from rich.console import Console
 
+from safeicrl import devices as placing
+from safeicrl import hosts
 from safeicrl.agents.api import with_options
 from safeicrl.algos.api import METRICS, Algorithm
 from safeicrl.algos.registry import algo_name
@@ -142,36 +146,50 @@ def train(
     resume: bool = False,
     console: Console | None = None,
     stop: StopRequest | None = None,
+    devices: int | None = None,
 ) -> Trained:
-    """Train in the folder `out`; `resume` continues the run that is there; a signal to `stop` ends it early."""
+    """Train in the folder `out`; `resume` continues the run that is there; a signal to `stop` ends it early.
+
+    The rows, or the seeds, are divided among `devices` devices of this process, by default all that fit; after
+    `jax.distributed.initialize`, among those of every process. A run may go on with other numbers of both.
+    """
     folder, config = Path(out), _with_limit(algorithm, config)
+    mesh = placing.make_mesh(
+        devices, rows=getattr(algorithm, "row_axes", None), seeds=config.seeds, env=algorithm.env,
+        processes=hosts.count(),
+    )  # fmt: skip
     options = config.evaluation
     check_size(algorithm.env, tasks=options.tasks, episodes=options.episodes, rows=options.rows)
-    if resume and not folder.is_dir():
+    first = hosts.is_first()
+    if first and resume and not folder.is_dir():
         raise UserError(f"no checkpoint at {folder / CHECKPOINT}")
-    with owned(folder), Terminal(console) as terminal, stop or StopRequest() as stop:
+    with contextlib.ExitStack() as stack:
+        if first:
+            stack.enter_context(owned(folder))
+        terminal = stack.enter_context(Terminal(console if first else Console(quiet=True)))
+        stop = stack.enter_context(stop or StopRequest())
         template = eqx.filter_eval_shape(_init, algorithm, config.seed, config.seeds)
-        state, status = _begin(algorithm, config, folder, template, resume)
+        state, status = _begin_together(algorithm, config, folder, template, resume)
+        state = placing.spread(state, mesh, config.seeds)
         started = time.perf_counter() - status.seconds
-        if over := resume and _finished(config, status, started):
+        if over := resume and hosts.any_says(_finished(config, status, started)):
             terminal.say(f"{folder} {_limit_reached(config, status)}")
-        step = None if over else _compile(algorithm, config, template, terminal)
-        sinks = _sinks(algorithm, config, folder, status)
+        step = None if over else _compile(algorithm, config, template, terminal, mesh)
+        sinks = _sinks(algorithm, config, folder, status) if first else []
         run = _Run(
             algorithm=algorithm, config=config, folder=folder, status=status, started=started, sinks=sinks,
-            terminal=terminal, stop=stop,
+            terminal=terminal, stop=stop, mesh=mesh,
         )  # fmt: skip
         try:
-            state, results = run.go(step, state)
+            state, results, stopped = run.go(step, state)
         finally:
             for sink in sinks:
                 sink.close()
-        reason = "stopped on request" if stop.requested else "done"
+        reason = "stopped on request" if stopped else "done"
         terminal.say(f"{reason} after {status.iteration} iterations, {status.seconds / 60:.1f} min: {folder}")
     policies = [path for seed in _seeds(config) if (path := _policy_path(folder, seed)).exists()]
     return Trained(
-        folder=folder, state=state, status=status, results=results, policies=policies,
-        finished=not stop.requested,
+        folder=folder, state=state, status=status, results=results, policies=policies, finished=not stopped,
     )  # fmt: skip
 
 
@@ -187,21 +205,26 @@ class _Run:
     sinks: list[Sink]
     terminal: Terminal
     stop: StopRequest
+    mesh: Mesh | None  # of the devices that share the work
 
-    def go(self, step: Step | None, state: PyTree) -> tuple[PyTree, list[Results]]:
-        """Chunk after chunk to the end of the run; returns the last state and evaluation.
+    def go(self, step: Step | None, state: PyTree) -> tuple[PyTree, list[Results], bool]:
+        """Chunk after chunk to the end; returns the last state and evaluation, and whether a signal was the end.
 
         `step` is None where the run has ended already.
         """
         config, status, saved = self.config, self.status, time.perf_counter()
         results: list[Results] = []
-        while not (self.stop.requested or _finished(config, status, self.started)):
+        while True:
+            # Several processes must end and save together, whichever gets the signal and whatever its clock says.
+            stopped = hosts.any_says(self.stop.requested)
+            if stopped or hosts.any_says(_finished(config, status, self.started)):
+                break
             assert step is not None
             state, faults = self.chunk(step, state)
             if config.evaluation.every and status.iteration % config.evaluation.every == 0:
                 results = self.evaluate(state)
             broken = max(status.failures) >= FAILURES or (faults[..., 0] != NONE).any()
-            if broken or time.perf_counter() - saved >= 60 * config.checkpoint_minutes:
+            if hosts.any_says(bool(broken or time.perf_counter() - saved >= 60 * config.checkpoint_minutes)):
                 self.save(state)
                 saved = time.perf_counter()
             _refuse_faults(faults, status, config, self.algorithm.env)
@@ -209,10 +232,10 @@ class _Run:
                 raise UserError(_give_up(status, self.folder))
         status.seconds = time.perf_counter() - self.started
         self.save(state)  # before the evaluation, which may fail
-        if status.evaluated != status.iteration and not self.stop.requested:
+        if status.evaluated != status.iteration and not stopped:
             results = self.evaluate(state)
             self.save(state)
-        return state, results
+        return placing.local(state, self.mesh), results, stopped
 
     def chunk(self, step: Step, state: PyTree) -> tuple[PyTree, np.ndarray]:
         """One call of the jitted program, logged; the new state, and the environment's faults, [chunk, seed, 5]."""
@@ -222,17 +245,23 @@ class _Run:
         self.status.seconds = time.perf_counter() - self.started
         faults = values.pop("fault")
         values = _account(values, self.status, self.config, physics.seconds() - physics_begin)
-        _log(values, self.status, self.config, self.sinks, self.terminal)
+        _log(values, self.status, self.config, self.sinks, self.terminal, placing.count(self.mesh))
         return state, faults
 
     def evaluate(self, state: PyTree) -> list[Results]:
         """Evaluate every seed, and keep its best policy."""
-        found = _evaluate(self.algorithm, self.config, self.folder, state, self.status, self.sinks, self.terminal)
+        found = _evaluate(
+            self.algorithm, self.config, self.folder, placing.local(state, self.mesh), self.status, self.sinks,
+            self.terminal, self.mesh,
+        )  # fmt: skip
         self.status.evaluated = self.status.iteration
         return found
 
     def save(self, state: PyTree) -> None:
-        """Write a checkpoint, after the log that it counts on."""
+        """Write a checkpoint, after the log that it counts on. It does not depend on the number of devices."""
+        state = placing.local(state, self.mesh)
+        if not hosts.is_first():
+            return
         for sink in self.sinks:
             sink.sync()
         meta = {"status": dataclasses.asdict(self.status), "train": dataclasses.asdict(self.config)}
@@ -292,6 +321,24 @@ def _begin(
     described = describe(algorithm.env, algorithm.config, config)
     write_json(folder / "config.json", {**described, **surroundings()})
     return state, Status(failures=[0] * config.seeds, best=[None] * config.seeds)
+
+
+def _begin_together(
+    algorithm: Algorithm, config: TrainConfig, folder: Path, template: PyTree, resume: bool
+) -> tuple[PyTree, Status]:
+    """`_begin`; of several processes, the first one tells the others."""
+    if hosts.count() == 1:
+        return _begin(algorithm, config, folder, template, resume)
+    state = template
+
+    def begin() -> dict[str, Any]:
+        nonlocal state
+        state, status = _begin(algorithm, config, folder, template, resume)
+        return dataclasses.asdict(status)
+
+    status = from_plain(Status, hosts.by_first(begin), "the status of the first process")
+    arrays, static = eqx.partition(state, lambda leaf: hasattr(leaf, "shape"))
+    return eqx.combine(hosts.arrays_of_first(arrays), static), status
 
 
 def _beginning(algorithm: Algorithm, start: str) -> Callable[[PyTree, int], PyTree]:
@@ -363,7 +410,9 @@ def describe(env: Env, algo: Any, train: TrainConfig) -> dict[str, Any]:
 # -- the jitted program -------------------------------------------------------------------------------------
 
 
-def _compile(algorithm: Algorithm, config: TrainConfig, template: PyTree, terminal: Terminal) -> Step:
+def _compile(
+    algorithm: Algorithm, config: TrainConfig, template: PyTree, terminal: Terminal, mesh: Mesh | None = None
+) -> Step:
     """The jitted program; it reuses the memory of the state it is given."""
     is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)  # noqa: E731
     shapes, static = eqx.partition(template, is_shape)
@@ -372,7 +421,8 @@ def _compile(algorithm: Algorithm, config: TrainConfig, template: PyTree, termin
     def chunk(arrays: PyTree, data: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
         update = lambda state: _guarded(eqx.combine(data, rest), state)  # noqa: E731
         if config.seeds > 1:
-            update = eqx.filter_vmap(update)
+            over: dict[str, Any] = {} if mesh is None else {"spmd_axis_name": placing.SEEDS}
+            update = eqx.filter_vmap(update, **over)
 
         def body(arrays: PyTree, _: None) -> tuple[PyTree, dict[str, jax.Array]]:
             state, metrics = update(eqx.combine(arrays, static))
@@ -381,8 +431,13 @@ def _compile(algorithm: Algorithm, config: TrainConfig, template: PyTree, termin
         return jax.lax.scan(body, arrays, length=config.chunk)
 
     begin = time.perf_counter()
-    terminal.say(f"compiling for {jax.devices()[0].device_kind} ...")
-    compiled = jax.jit(chunk, donate_argnums=0).lower(shapes, data).compile()
+    terminal.say(f"compiling for {_described(mesh)} ...")
+    options: dict[str, Any] = {"donate_argnums": 0}
+    if mesh is not None:
+        data, (held, whole) = placing.spread(data, mesh), (placing.sharding(mesh, n) for n in (config.seeds, 1))
+        options |= {"in_shardings": (held, whole), "out_shardings": (held, whole)}
+    with placing.using(mesh):
+        compiled = jax.jit(chunk, **options).lower(shapes, data).compile()
     terminal.say(f"compiled in {time.perf_counter() - begin:.1f} s")
 
     def step(state: PyTree) -> tuple[PyTree, dict[str, np.ndarray]]:
@@ -393,6 +448,16 @@ def _compile(algorithm: Algorithm, config: TrainConfig, template: PyTree, termin
         return eqx.combine(arrays, static), host
 
     return step
+
+
+def _described(mesh: Mesh | None) -> str:
+    """The devices in words."""
+    kind, there = jax.devices()[0].device_kind, len(jax.devices())
+    if mesh is None:
+        return kind if there == 1 else f"one of {there} devices ({kind})"
+    of = "" if mesh.size == there else f" of {there}"
+    hosted = f" in {hosts.count()} processes" if hosts.count() > 1 else ""
+    return f"{mesh.size}{of} devices ({kind}){hosted}"
 
 
 def _guarded(algorithm: Algorithm, state: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
@@ -471,7 +536,12 @@ def _account(
 
 
 def _log(
-    values: dict[str, np.ndarray], status: Status, config: TrainConfig, sinks: list[Sink], terminal: Terminal
+    values: dict[str, np.ndarray],
+    status: Status,
+    config: TrainConfig,
+    sinks: list[Sink],
+    terminal: Terminal,
+    devices: int = 1,
 ) -> None:
     """One line for the log: means over seeds, and each seed's own value where there are several."""
     line: dict[str, Any] = {
@@ -480,6 +550,11 @@ def _log(
     means = {name: _finite_mean(value) for name, value in values.items()}
     means |= {name: value.sum() for name, value in values.items() if name.endswith("_per_second")}
     line |= means
+    if devices > 1:
+        each = {
+            f"{name}_per_device": value / devices for name, value in means.items() if name.endswith("_per_second")
+        }
+        line |= {"devices": devices, **each}
     if config.seeds > 1:
         line |= {f"{name}/seeds": value for name, value in values.items()}
     for sink in sinks:
@@ -487,7 +562,7 @@ def _log(
     if values["rolled_back"].any():
         which = ", ".join(str(seed) for seed, bad in zip(_seeds(config), values["rolled_back"], strict=True) if bad)
         terminal.say(f"iteration {status.iteration}: not finite, rolled back (seed {which})", style="yellow")
-    terminal.progress(*_progress(means, status, config))
+    terminal.progress(*_progress(means, status, config, devices))
 
 
 def _finite_mean(value: np.ndarray) -> np.ndarray:
@@ -497,7 +572,7 @@ def _finite_mean(value: np.ndarray) -> np.ndarray:
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
-def _progress(means: dict[str, np.ndarray], status: Status, config: TrainConfig) -> tuple[float, str]:
+def _progress(means: dict[str, np.ndarray], status: Status, config: TrainConfig, devices: int) -> tuple[float, str]:
     """Share of the run done, and the line beside the bar."""
     shares, lefts = [], []
     if config.iterations is not None:
@@ -507,8 +582,10 @@ def _progress(means: dict[str, np.ndarray], status: Status, config: TrainConfig)
         shares.append(status.seconds / (60 * config.minutes))
         lefts.append(60 * config.minutes - status.seconds)
     done, left = min(max(shares), 1.0), max(min(lefts), 0.0)
+    rate = float(means["steps_per_second"])
+    each = f" ({_short(rate / devices)} on each of {devices} devices)" if devices > 1 else ""
     return done, (
-        f"it {status.iteration}  {_short(status.env_steps)} steps  {_short(float(means['steps_per_second']))}/s  "
+        f"it {status.iteration}  {_short(status.env_steps)} steps  {_short(rate)}/s{each}  "
         f"ETA {int(left // 60)}:{int(left % 60):02d}  {_numbers(means)}"
     )
 
@@ -572,6 +649,7 @@ def _evaluate(
     status: Status,
     sinks: list[Sink],
     terminal: Terminal,
+    mesh: Mesh | None,
 ) -> list[Results]:
     """Evaluate every seed's frozen policy on unseen tasks, log it, and keep each seed's best."""
     results, options = [], config.evaluation
@@ -580,7 +658,7 @@ def _evaluate(
         agent, how = with_options(algorithm.env, own, temperature=options.temperature, wipe=options.wipe)
         found = evaluate(
             algorithm.env, agent, tasks=options.tasks, episodes=options.episodes, seed=options.seed,
-            rows=options.rows, segments=options.segments,
+            rows=options.rows, segments=options.segments, devices=mesh or 1,
             label=f"{folder.resolve().name}, in training",  # all seeds alike: they are drawn as one agent
             meta={"agent": f"seed {seed}", "iteration": status.iteration, **how},
         )  # fmt: skip
@@ -590,7 +668,8 @@ def _evaluate(
             status.best[index] = {"iteration": status.iteration, "summary": dataclasses.asdict(summary)}
             card = _card(algorithm, config, status, found, seed)
             # The checkpoint is written later: a run killed in between does this again when it is resumed.
-            save_policy(_policy_path(folder, seed), own, card, found)
+            if hosts.is_first():
+                save_policy(_policy_path(folder, seed), own, card, found)
     _log_evaluation(results, status, sinks, terminal)
     return results
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from safeicrl.agents.api import Agent
 from safeicrl.budgets import Ranges, beside, is_over, ranges_of
+from safeicrl.devices import over_rows
 from safeicrl.envs.api import Env, Key, PyTree, Split, record, replace
 from safeicrl.envs.faults import find_fault
 from safeicrl.errors import UserError
@@ -134,8 +135,11 @@ def run_trials(
     `segments` cuts the scan so that the agent's memory can grow between them (a KV cache is read only as far as it
     is filled); the valid steps are the same for any number. Segments after the last row's last step are skipped:
     there is nothing to play, and late steps are the most expensive.
+
+    On several devices (devices.py) the rows are divided among them, and all that is computed of them is, too.
     """
-    budgets = usable_budget(jnp.asarray(budgets, jnp.float32), env.spec)
+    tasks, budgets = over_rows((tasks, jnp.asarray(budgets, jnp.float32)))
+    budgets = usable_budget(budgets, env.spec)
     rows, queue = budgets.shape[:2]
     whole = (rows, queue, episodes, *env.spec.cost_shape)
     budgets = jnp.broadcast_to(budgets if budgets.ndim == len(whole) else budgets[:, :, None], whole)

@@ -57,6 +57,8 @@ class Algorithm(Protocol):
         ...
 
     # Optional: `start_with(state, agent)`, a new run's `state` with a released policy; all else is new.
+    # Optional: `row_axes`, the sizes of the axes that `update` divides among devices (devices.py) by the names of
+    # their options. `run_trials` divides its rows. Without it, one seed trains on one device.
 
     def card(self) -> dict[str, Any]:
         """What rebuilds the agent around its arrays: "kind" (policies/catalogue.py) and what that kind needs."""

@@ -15,6 +15,7 @@ import optax
 
 from safeicrl.agents.api import Agent
 from safeicrl.agents.decision import DecisionAgent
+from safeicrl.devices import over_rows
 from safeicrl.envs.api import Env, Key, PyTree, record, refuse_several, replace
 from safeicrl.envs.spaces import Discrete
 from safeicrl.errors import UserError, check_integer, check_number
@@ -111,7 +112,7 @@ class SafeAD(eqx.Module):
         def step(carry: tuple, key: Key) -> tuple:
             arrays, optimiser = carry
             window_key, drop_key = jax.random.split(key)
-            steps = self.windows.sample(window_key, config.batch, config.net.context)
+            steps = over_rows(self.windows.sample(window_key, config.batch, config.net.context))
             grad = jax.value_and_grad(lambda a: self.loss(eqx.combine(a, static), steps, drop_key), has_aux=True)
             (loss, right), gradient = grad(arrays)
             updates, optimiser = self.optimiser.update(gradient, optimiser, arrays)
@@ -132,6 +133,11 @@ class SafeAD(eqx.Module):
             losses = optax.softmax_cross_entropy_with_integer_labels(out, steps.action.astype(jnp.int32))
             return losses.mean(), {"accuracy": (out.argmax(-1) == steps.action).mean()}
         return ((out - steps.action) ** 2).sum(-1).mean(), {}
+
+    @property
+    def row_axes(self) -> dict[str, int]:
+        """What is divided among devices."""
+        return {"algo.batch": self.config.batch}
 
     @property
     def tokens(self) -> int:

@@ -97,7 +97,7 @@ class Scared:
         self.steps = config.steps or self.usual * env.spec.max_steps
         check_integer("rows · steps", config.rows * self.steps, 1, MOST_STEPS)
         self.edges = budget_edges(*env.spec.bounds("test"))  # the report's; the outer bins take budgets beyond them
-        if config.penalty.form == "paper":
+        if config.penalty.charge == "paper":
             refuse_several(env.spec, "penalty.form paper")
         self.optimiser = self._optimiser()
 
@@ -144,6 +144,14 @@ class Scared:
         guarded = {"risk": self.config.risk} if self.config.net.guard else {}
         return {"kind": "net", "net": dataclasses.asdict(self.config.net), **guarded}
 
+    @property
+    def row_axes(self) -> dict[str, int]:
+        """What is divided among devices."""
+        config = self.config
+        ppo = config.optimiser == "ppo"
+        learned = {"algo.ppo.minibatch": config.ppo.minibatch} if ppo else {"algo.ddpg.batch": config.ddpg.batch}
+        return {"algo.rows": config.rows, **learned}
+
     def update(self, state: ScaredState) -> tuple[ScaredState, dict[str, jax.Array]]:
         """One iteration of Eq. 6."""
         key, task_key, play_key, learn_key = jax.random.split(state.key, 4)
@@ -171,7 +179,7 @@ class Scared:
     def explorer(self, state: ScaredState, progress: jax.Array) -> InContextAgent:
         """The policy that plays in training, with the risk that its guard tolerates by now."""
         explorer = self.optimiser.explorer(state.optimiser)
-        if explorer.risk is None or self.config.first_risk is None:
+        if self.config.first_risk is None or explorer.risk is None:
             return explorer
         return dataclasses.replace(
             explorer, risk=tolerated_risk(self.config.first_risk, self.config.risk, progress)

@@ -7,9 +7,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from safeicrl.agents.api import Agent, adapts
 from safeicrl.budgets import Ranges, ranges_of
+from safeicrl.devices import everywhere, make_mesh, over_rows, padded, spread, using
 from safeicrl.envs.api import Env, Key, PyTree, Split, check_split
 from safeicrl.envs.faults import first_of, refuse_fault
 from safeicrl.envs.registry import env_to_plain
@@ -37,6 +39,7 @@ def evaluate(
     task_list: str | None = None,
     rows: int | None = None,
     segments: int = 8,
+    devices: int | Mesh | None = None,
     label: str = "agent",
     meta: dict[str, Any] | None = None,
 ) -> Results:
@@ -57,6 +60,9 @@ def evaluate(
     same tasks. At most `rows` trials run at a time (by default 256, on a CPU 32), which bounds the memory. All
     these chunks share one compilation, and each ends with its longest trial. `segments` is that of `run_trials`,
     for agents whose memory grows; a short trial has fewer.
+
+    The trials that run at a time are divided among `devices`: a number of local ones (all by default), or a mesh
+    (devices.py). The results do not depend on it, but for rounding.
     """
     frozen = None if task_list is None else load_list(env, task_list)
     if frozen is not None:
@@ -67,6 +73,7 @@ def evaluate(
     range_, budget = spread_budgets(env, budgets, budget_count, trials, seed)
     if budgets_per_task > budget_count:
         raise UserError(f"budgets_per_task must be at most budget_count, got {budgets_per_task} > {budget_count}")
+    mesh = devices if isinstance(devices, Mesh) else make_mesh(devices, rows={}, env=env)
     begin = time.perf_counter()
 
     task_key, run_key = evaluation_keys(seed)
@@ -74,20 +81,23 @@ def evaluate(
         sampled = sample_tasks(env, check_split(split), jax.random.split(task_key, tasks))
     else:
         sampled = jax.tree.map(lambda x: x[:tasks], frozen.tasks)
+    sampled = jax.tree.map(_on_host, sampled)
     steps = episodes * env.spec.max_steps
     segments = min(segments, max(steps // SEGMENT, 1)) if _grows(agent, sampled, steps) else 1
     parts, name = [], env_to_plain(env)["name"]
+    agent = spread(agent, mesh)
     for chunk, first in enumerate(range(0, trials, rows)):
-        # The last chunk is filled up with the first trials, so that all chunks have one shape.
-        index = np.arange(first, first + rows) % trials
+        # The last chunk is filled up with the first trials, so that all chunks have one shape. A few more rows,
+        # so that all devices have equally many, change nothing: a row's play does not depend on how many there are.
+        index = np.arange(first, first + padded(rows, mesh)) % trials
         queue = jax.tree.map(lambda x, i=index % tasks: x[i][:, None], sampled)  # [row, 1, ...]
         key = jax.random.fold_in(run_key, chunk)
-        played, found = _play(
-            env, agent, queue, jnp.asarray(budget[index][:, None]), key, episodes=episodes, segments=segments
-        )
+        given = spread((queue, jnp.asarray(budget[index][:, None]), key), mesh)
+        with using(mesh):
+            played, found = _play(env, agent, *given, episodes=episodes, segments=segments)
         fault = np.asarray(found)
         refuse_fault(fault, name, [f"task {index[int(fault[1])] % tasks}"])
-        parts.append(jax.tree.map(np.asarray, played))
+        parts.append(jax.tree.map(lambda x: np.asarray(x)[:rows], played))
     whole, spent = jax.tree.map(lambda *x: np.concatenate(x)[:trials], *parts)
     provenance = {
         "label": label,
@@ -157,6 +167,11 @@ def _grows(agent: Agent, tasks: PyTree, steps: int) -> bool:
     return jax.tree.leaves(early) != jax.tree.leaves(late)
 
 
+def _on_host(x: jax.Array) -> np.ndarray | jax.Array:
+    """For taking rows: on the device every shape would need a compiled program. Random keys stay there."""
+    return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
+
+
 def _plain_limits(tasks: PyTree) -> list[float]:
     """[task] the speed limits of a track's tasks, for reports by limit."""
     return [round(float(limit), 4) for limit in np.asarray(tasks.multiplier)]
@@ -171,12 +186,12 @@ def _play(
     For an agent that updates its parameters: also what it played besides the episodes of the trial.
     """
     if adapts(agent):
-        single = jax.tree.map(lambda x: x[:, 0], tasks)
-        found, spent = agent.play_trials(env, single, budgets[:, 0], key, episodes=episodes)  # type: ignore[attr-defined]
-        return (found, spent), first_of(spent.fault)
+        single, budget = over_rows((jax.tree.map(lambda x: x[:, 0], tasks), budgets[:, 0]))
+        found, spent = agent.play_trials(env, single, budget, key, episodes=episodes)  # type: ignore[attr-defined]
+        return everywhere(((found, spent), first_of(spent.fault)))
     steps = episodes * env.spec.max_steps
     trials = run_trials(env, agent, tasks, budgets, key, episodes=episodes, steps=steps, segments=segments)
-    return (episode_sums(trials, episodes), None), first_fault(trials)
+    return everywhere(((episode_sums(trials, episodes), None), first_fault(trials)))
 
 
 def spending(spent: Spent) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from safeicrl.evaluation.statistics import (
 from safeicrl.files import RECIPE, atomic_write, read_json
 
 Groups = dict[str, list[Results]]  # label → its seeds
+Points = tuple[list[float], list[float]]  # x, y
 
 # Okabe–Ito: colour-blind readers can tell them apart. Reference agents always look the same.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -197,6 +198,31 @@ def training(runs: Sequence[tuple[str, list[dict[str, Any]], str]]) -> Figure:
             _label_lines(axis, lines)
     _write_title(figure, "lines: training tasks · dots: frozen, on unseen tasks (return: a trial's last episodes)")
     _write_corner(figure, " · ".join(command for _, _, command in runs if command))
+    return figure
+
+
+@mpl.rc_context(STYLE)
+def against_steps(panels: Sequence[tuple[str, dict[str, Points]]], marks: Sequence[float]) -> Figure:
+    """Evaluations while training against env steps, on a logarithmic axis: (title, label → points) per panel.
+
+    Dotted lines stand at `marks`. A label has one colour in all panels.
+    """
+    figure, axes = _figure(1, len(panels), (4.2 * len(panels), 3.2))
+    labels = list(dict.fromkeys(label for _, runs in panels for label in runs))
+    for axis, (title, runs) in zip(np.ravel(axes), panels, strict=True):
+        lines = []
+        for label, points in runs.items():
+            colour = PALETTE[labels.index(label) % len(PALETTE)]
+            drawn = axis.plot(*points, "o-", color=colour, markersize=4, markeredgecolor="white")[0]
+            lines.append((label, colour, np.asarray(drawn.get_xydata())))
+        for mark in marks:
+            axis.axvline(mark, color="#999999", linestyle=":", linewidth=0.8)
+        axis.set(title=title, xlabel="env steps", xscale="log", ylim=(0, None))
+        axis.xaxis.set_major_locator(mpl.ticker.FixedLocator(list(marks)))
+        axis.xaxis.set_minor_locator(mpl.ticker.NullLocator())
+        axis.xaxis.set_major_formatter(mpl.ticker.EngFormatter(sep=""))
+        _label_lines(axis, lines)
+    _write_title(figure, "frozen policies on unseen tasks, while they were trained")
     return figure
 
 

@@ -114,7 +114,8 @@ def collect_demonstrations(
     task_key, play_key = jax.random.split(jax.random.key(config.seed))
     with owned(Path(out)), stop or StopRequest() as stop:
         writer = HistoryWriter(out, env=env, request=request, steps=config.steps, limit=limit, task=task)
-        rooms = jax.vmap(lambda key: env.sample_task(key, "train"))(jax.random.split(task_key, config.tasks))
+        sample = jax.jit(jax.vmap(lambda key: env.sample_task(key, "train")))
+        rooms = sample(jax.random.split(task_key, config.tasks))
         while writer.complete < writer.total:
             begin, first = time.perf_counter(), writer.complete
             which = slice(first, min(first + config.group, writer.total))

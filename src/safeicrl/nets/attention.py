@@ -6,6 +6,8 @@ A row may hold several trials one after another (trial.py); a token sees earlier
 import jax
 import jax.numpy as jnp
 
+from safeicrl.devices import over_rows
+
 CHUNK = 64  # tokens in a query block on the CPU: block-causal halves the work of a full square ...
 WIDE_CHUNK = 512  # ... on an accelerator that hardly matters, and every block takes time to compile
 SEPARATION = 40.0  # logits added within a trial; e^−40 of the weight leaks between trials
@@ -36,6 +38,7 @@ def _attend_fused(q: jax.Array, k: jax.Array, v: jax.Array, trial: jax.Array, wi
     q = jnp.concatenate([q, code * (SEPARATION / scale)], -1)
     k = jnp.concatenate([k, code], -1)
     v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, extra)))
+    q, k, v = over_rows((q, k, v))  # on several devices the kernel wants all three divided alike
     local = (window - 1, 0) if window < q.shape[1] else None
     out = jax.nn.dot_product_attention(
         q, k, v, scale=scale, is_causal=True, local_window_size=local, implementation="cudnn"

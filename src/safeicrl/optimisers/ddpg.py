@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from safeicrl.agents.in_context import InContextAgent
+from safeicrl.devices import everywhere, over_rows
 from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, record, replace
 from safeicrl.envs.spaces import Box, Discrete
 from safeicrl.errors import UserError, check_integer, check_number
@@ -25,7 +26,7 @@ from safeicrl.nets.layers import MLP, Linear, in_new_units
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers import replay as buffer
 from safeicrl.optimisers.replay import Replay
-from safeicrl.penalty import PenaltyConfig, excess_cost, net_reward, over_budget
+from safeicrl.penalty import PenaltyConfig, charged_cost, net_reward, over_budget
 from safeicrl.returns import linear_recurrence, reward_discount, shift
 from safeicrl.trial import Trials
 
@@ -245,14 +246,14 @@ class DDPG:
         self, state: DDPGState, trials: Trials, tasks: PyTree, multiplier: jax.Array, iteration: jax.Array, key: Key
     ) -> tuple[DDPGState, dict[str, jax.Array]]:
         """Store the new trials, then take gradient steps on replayed ones; `multiplier` is [episode]."""
-        stored = buffer.add(state.replay, self.row(trials, tasks))
+        stored = buffer.add(state.replay, everywhere(self.row(trials, tasks)))
         params, static = eqx.partition(state.net, eqx.is_array)
         slow_params, slow_static = eqx.partition(state.slow, eqx.is_array)
 
         def gradient_step(carry: tuple, key: Key) -> tuple:
             params, slow, optimiser, scale = carry
             sample_key, loss_key = jax.random.split(key)
-            batch = buffer.sample(stored, sample_key, self.config.batch)
+            batch = over_rows(buffer.sample(stored, sample_key, self.config.batch))
             heads = eqx.combine(slow, slow_static)
             loss = lambda p: self.loss(eqx.combine(p, static), heads, batch, multiplier, scale, loss_key)  # noqa: E731
             grads, (new_scale, metrics) = jax.grad(loss, has_aux=True)(params)
@@ -297,11 +298,11 @@ class DDPG:
         taken = [critics.taken(features, seen, trials.action) for critics in (net.reward, net.cost)]
         errors = [_mean((q - t) ** 2, mask) for q, t in zip(taken, targets, strict=True)]
 
-        # L_p = −Q(s, â) + λ v_e Q^c(s, â); the critics and their input are constants here.
+        # L_p = −Q(s, â) + λ v_e Q^c(s, â), v_e in the paper's form only; the critics and their input are constants.
         steady = jax.lax.stop_gradient((net.reward, net.cost))
         q, q_cost = (critics.expected(frozen, seen, policy, actor_key).mean(0) for critics in steady)
         weight = multiplier[trials.token.episode] * scale[1] / scale[0]
-        if self.penalty.form == "paper":
+        if self.penalty.charge == "paper":
             weight = weight * over_budget(trials)
         # Long horizons bury an action's advantage in the value: measure Q in units of its spread over all actions.
         # (Over the policy's own actions the unit would shrink to nothing as the policy turns greedy.)
@@ -324,11 +325,7 @@ class DDPG:
     ) -> jax.Array:
         """Retrace targets of reward and cost from the slow heads, [2, row, time], in units of `scale`."""
         trials, seen = batch.trials, Seen(batch.task, batch.trials.trial)
-        within_trial = 1.0 - trials.trial_done
-        if self.penalty.form == "excess":
-            cost, cost_discount = excess_cost(trials), self.config.cost_discount * within_trial
-        else:
-            cost, cost_discount = trials.cost, 1.0 - trials.done
+        cost, cost_discount = charged_cost(trials, self.penalty, self.config.cost_discount)
         signal = jnp.stack([net_reward(trials, self.penalty), cost]) / scale[:, None, None]
         discount = jnp.stack([reward_discount(self.config.discount, trials.trial_done), cost_discount])
         critics = (slow.reward, slow.cost)

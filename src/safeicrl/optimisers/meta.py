@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from safeicrl.budgets import is_over
+from safeicrl.devices import over_rows
 from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, record, replace
 from safeicrl.envs.faults import NO_FAULT, NONE, first_of
 from safeicrl.envs.spaces import Box
@@ -371,6 +372,11 @@ class MetaLearner:
         """A new run's state with another run's networks, and the scale of what they see."""
         return replace(state, actor=other.actor, critics=other.critics, normaliser=other.normaliser)
 
+    @property
+    def row_axes(self) -> dict[str, int]:
+        """What is divided among devices."""
+        return {"algo.tasks": self.config.tasks}
+
     def agent(self, state: MetaState) -> MetaAgent:
         """The meta-policy, which adapts when it is evaluated."""
         config = self.config
@@ -387,7 +393,7 @@ class MetaLearner:
             chosen = jax.random.choice(jax.random.fold_in(key, 1), config.task_set, (config.tasks,), replace=False)
             keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), chosen)
             tasks = jax.vmap(lambda k: self.env.sample_task(k, "train"))(keys)
-        return tasks, usable_budget(budgets, spec)
+        return over_rows((tasks, usable_budget(budgets, spec)))
 
     def update(self, state: MetaState) -> tuple[MetaState, dict[str, jax.Array]]:
         """One meta-iteration."""

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import optax
 
 from safeicrl.agents.in_context import InContextAgent
+from safeicrl.devices import everywhere, over_rows
 from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.nets.heads import Critic, PolicyNet, TanhNormal, transplanted
 from safeicrl.nets.layers import in_new_units
 from safeicrl.nets.transformer import NetConfig
-from safeicrl.penalty import PenaltyConfig, excess_cost, net_reward, over_budget
+from safeicrl.penalty import PenaltyConfig, charged_cost, net_reward, over_budget
 from safeicrl.returns import gae, reward_discount
 from safeicrl.trial import Trials
 
@@ -159,11 +160,12 @@ class PPO:
         entropy = self.config.entropy[0] + progress * (self.config.entropy[1] - self.config.entropy[0])
         features = jax.vmap(jax.vmap(self.env.task_features))(tasks)  # [row, queue, feature]
         batch = Batch(trials=trials, task=features, multiplier=multiplier[trials.token.episode])
+        batch = everywhere(batch)  # one exchange; a minibatch would need one each, its rows are of all devices
         params, static = eqx.partition(state.net, eqx.is_array)
 
         def minibatch(carry: tuple, rows: jax.Array) -> tuple:
             params, optimiser, scale = carry
-            part = jax.tree.map(lambda x: x[rows], batch)
+            part = over_rows(jax.tree.map(lambda x: x[rows], batch))
             loss = lambda p: self.loss(eqx.combine(p, static), part, scale, entropy)  # noqa: E731
             grads, (new_scale, metrics) = jax.grad(loss, has_aux=True)(params)
             updates, optimiser = self.optimiser.update(grads, optimiser, params)
@@ -204,7 +206,7 @@ class PPO:
         advantages = self.advantages(jax.lax.stop_gradient(values) * scale[:, None, None], trials)
         mask = trials.learnable
 
-        weight = batch.multiplier if self.penalty.form == "excess" else batch.multiplier * over_budget(trials)
+        weight = batch.multiplier * over_budget(trials) if self.penalty.charge == "paper" else batch.multiplier
         advantage = _standardise(advantages[0] - weight * advantages[1], mask)
         ratio = jnp.exp(log_prob - trials.extras["log_prob"])
         clipped = jnp.clip(ratio, 1 - self.config.clip, 1 + self.config.clip)
@@ -247,10 +249,7 @@ class PPO:
     def advantages(self, values: jax.Array, trials: Trials) -> jax.Array:
         """Advantages of reward and cost, [2, row, time]."""
         within_trial = reward_discount(self.config.discount, trials.trial_done)
-        if self.penalty.form == "excess":
-            cost, cost_discount = excess_cost(trials), self.config.cost_discount * (1.0 - trials.trial_done)
-        else:  # one episode's budget, undiscounted: the cost critic stops at the episode's end
-            cost, cost_discount = trials.cost, 1.0 - trials.done
+        cost, cost_discount = charged_cost(trials, self.penalty, self.config.cost_discount)
         # Both in one scan: on a GPU its many small kernels cost more than their work.
         signal = jnp.stack([net_reward(trials, self.penalty), cost])
         discount = jnp.stack([within_trial, cost_discount])

@@ -64,6 +64,7 @@ FIELDS: dict[str, tuple[type, type, str]] = {
     "training": (dict, object, "an object"),
     "averaged_with": (list, dict, "a list of objects"),
     "stages": (list, dict, "a list of objects"),
+    "chosen": (list, str, "a list of strings"),
     "evaluation": (dict, object, "an object"),
     "limits": (list, str, "a list of strings"),
 }

@@ -195,7 +195,9 @@ def _from_numpy(path: Path, name: str, array: np.ndarray, like: Any, any_shape: 
     ):
         if found != wanted:
             raise UserError(f"{path}: array {name!r} has {what} {found}, expected {wanted}")
-    values = jnp.array(array)  # a copy: the trainer donates its state, which must not alias the file's bytes
+    # A copy: the trainer donates its state, which must not alias the file's bytes. (jnp.array would copy with a
+    # program that is compiled for every shape.)
+    values = jax.device_put(array.copy())
     return jax.random.wrap_key_data(values, impl=_key_impl(like)) if _is_key(like) else values
 
 

@@ -27,6 +27,25 @@ CHOICES: dict[str, tuple[Any, str]] = {
 }
 
 
+# On which devices, and in which of several processes: name → type, default, help. Not part of the experiment.
+PLACES: dict[str, tuple[Any, Any, str]] = {
+    "devices": (
+        int | None,
+        None,
+        "devices of this process to train on; by default all among which the rows can be divided",
+    ),
+    "distributed": (bool, False, "train in several processes, on one host or on many; start this command in each"),
+    "coordinator": (
+        str | None,
+        None,
+        "HOST:PORT where process 0 waits for the others; by default what the launcher says",
+    ),
+    "processes": (int | None, None, "how many processes there are"),
+    "process": (int | None, None, "which one this is, from 0"),
+    "join_timeout": (float, 300.0, "seconds to wait for the other processes"),
+}
+
+
 def train_form(recipe: Recipe, index: int, about: str) -> type:
     """The options, with the settings of the recipe's stage at `index` as defaults; `about` begins the help."""
     default = recipe.stages[index].experiment
@@ -36,6 +55,10 @@ def train_form(recipe: Recipe, index: int, about: str) -> type:
             *(
                 (name, Annotated[kind | None, tyro.conf.arg(help=text)], field(default=None))
                 for name, (kind, text) in CHOICES.items()
+            ),
+            *(
+                (name, Annotated[kind, tyro.conf.arg(help=text)], field(default=default_value))
+                for name, (kind, default_value, text) in PLACES.items()
             ),
             # without a prefix: --minutes, --seeds; the other two are --env.size, --algo.net.width
             ("train", Annotated[TrainConfig, tyro.conf.arg(name="")], field(default=default.train)),

@@ -6,6 +6,7 @@ RUN/policy.safetensors + .json, with its evaluation, RUN/policy-evaluation.npz +
 RUN/policy-seed0.safetensors, ..., and RUN/policy.safetensors is the best of them.
 """
 
+import contextlib
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from safeicrl import hosts
 from safeicrl.envs.registry import env_to_plain, parse_parameters
 from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import load_results
@@ -47,16 +49,25 @@ def run_recipe(
     resume: bool = False,
     console: Console | None = None,
     stop: StopRequest | None = None,
+    devices: int | None = None,
 ) -> Ran:
-    """Train in the folder `out`; `resume` continues the run that is there; a signal to `stop` ends it early."""
+    """Train in the folder `out`; `resume` continues the run that is there; a signal to `stop` ends it early.
+
+    `devices` is that of `train`. Of several processes, only the first one touches the folder.
+    """
     folder = Path(out)
-    if not resume and any((folder / name).exists() for name in (RECIPE, CHECKPOINT)):
+    taken = lambda: any((folder / name).exists() for name in (RECIPE, CHECKPOINT))  # noqa: E731
+    if not resume and hosts.by_first(taken):
         raise UserError(f"{folder} holds a run already: resume it or choose another folder")
     if len(recipe.stages) > 1:
-        with owned(folder):
-            return _run_stages(recipe, folder, resume, Terminal(console), stop or StopRequest())
+        first = hosts.is_first()
+        with owned(folder) if first else contextlib.nullcontext():
+            terminal = Terminal(console if first else Console(quiet=True))
+            return _run_stages(recipe, folder, resume, terminal, stop or StopRequest(), devices)
     experiment = recipe.stages[0].experiment
-    trained = train(experiment.build(), experiment.train, out=folder, resume=resume, console=console, stop=stop)
+    trained = train(
+        experiment.build(), experiment.train, out=folder, resume=resume, console=console, stop=stop, devices=devices
+    )
     return Ran(
         folder=folder,
         finished=trained.finished,
@@ -65,29 +76,38 @@ def run_recipe(
     )
 
 
-def _run_stages(recipe: Recipe, folder: Path, resume: bool, terminal: Terminal, stop: StopRequest) -> Ran:
-    done, exported = load_progress(folder) if resume else ([], False)
+def _run_stages(
+    recipe: Recipe, folder: Path, resume: bool, terminal: Terminal, stop: StopRequest, devices: int | None
+) -> Ran:
+    done, exported = hosts.by_first(lambda: load_progress(folder)) if resume else ([], False)
     # finished stages are stored as they ran, whatever options the run is resumed with
     before = load_recipe(folder).stages[: len(done)] if resume else ()
     recipe = dataclasses.replace(recipe, stages=(*before, *recipe.stages[len(done) :]))
     _check(recipe)
-    save_recipe(folder, recipe, done, exported=exported)
+    _save(folder, recipe, done, exported=exported)
     for index in range(len(done), len(recipe.stages)):
         name = recipe.stages[index].name
         terminal.say(f"stage {index + 1} of {len(recipe.stages)}: {name}")
-        status, finished = _train_stage(recipe, folder, index, terminal.console, stop)
+        status, finished = _train_stage(recipe, folder, index, terminal.console, stop, devices)
         minutes = math.ceil(status.seconds / 6) / 10
         entry = {"stage": name, "iterations": status.iteration, "env_steps": status.env_steps, "minutes": minutes}
         if not finished:
             return Ran(folder=folder, finished=False, policies=[], iterations=_iterations([*done, entry]))
         done = [*done, entry]
-        save_recipe(folder, recipe, done)
+        _save(folder, recipe, done)
     if not exported:
-        _export(recipe, folder, done)
-        save_recipe(folder, recipe, done, exported=True)
+        hosts.by_first(lambda: _export(recipe, folder, done))
+        _save(folder, recipe, done, exported=True)
     terminal.say(f"all {len(done)} stages are done; the policy is {folder / 'policy.safetensors'}")
-    policies = list(run_policies(folder).values())
+    policies = [
+        Path(path) for path in hosts.by_first(lambda: [str(path) for path in run_policies(folder).values()])
+    ]
     return Ran(folder=folder, finished=True, policies=policies, iterations=_iterations(done))
+
+
+def _save(folder: Path, recipe: Recipe, done: list[dict[str, Any]], *, exported: bool = False) -> None:
+    if hosts.is_first():
+        save_recipe(folder, recipe, done, exported=exported)
 
 
 def _check(recipe: Recipe) -> None:
@@ -108,7 +128,7 @@ def _iterations(entries: list[dict[str, Any]]) -> int:
 
 
 def _train_stage(
-    recipe: Recipe, folder: Path, index: int, console: Console, stop: StopRequest
+    recipe: Recipe, folder: Path, index: int, console: Console, stop: StopRequest, devices: int | None
 ) -> tuple[Status, bool]:
     """Begin one stage or continue it; returns its status, and whether it is finished.
 
@@ -118,8 +138,10 @@ def _train_stage(
     settings = experiment.train
     if index > 0:
         settings = dataclasses.replace(settings, start=str(folder / recipe.folders[index - 1]))
-    begun = (here / CHECKPOINT).exists()
-    trained = train(experiment.build(), settings, out=here, resume=begun, console=console, stop=stop)
+    begun = hosts.by_first(lambda: (here / CHECKPOINT).exists())
+    trained = train(
+        experiment.build(), settings, out=here, resume=begun, console=console, stop=stop, devices=devices
+    )
     return trained.status, trained.finished
 
 

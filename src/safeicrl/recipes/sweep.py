@@ -244,7 +244,6 @@ def _connected(ray: Any, address: str | None) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    address = address or os.environ.get("RAY_ADDRESS")  # set within a job of a cluster
     local = {} if address else {"include_dashboard": False, "object_store_memory": OBJECT_STORE}
     try:
         ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
@@ -267,11 +266,12 @@ def _with_ray(
     board: Board,
 ) -> int:
     """All tasks at once, scheduled and retried by Ray; after a signal each saves its work and ends."""
-    with _connected(ray, resources.address):
+    address = resources.address or os.environ.get("RAY_ADDRESS")  # which is set within a job of a cluster
+    with _connected(ray, address):
         there = ray.cluster_resources()
         gpus = float(there.get("GPU", 0) >= 1) if resources.gpus is None else resources.gpus
         for kind, wanted in (("CPU", resources.cpus), ("GPU", gpus)):
-            if resources.address is None and wanted > there.get(kind, 0):  # a cluster may still grow
+            if address is None and wanted > there.get(kind, 0):  # a cluster may still grow
                 raise UserError(f"a run asks for {wanted:g} {kind}s, this machine has {there.get(kind, 0):g}")
         remote = ray.remote(
             num_cpus=resources.cpus, num_gpus=gpus, max_retries=resources.retries, retry_exceptions=[Interrupted]
@@ -298,6 +298,9 @@ def _outcome(ray: Any, reference: Any, retries: int) -> dict[str, Any]:
         return ray.get(reference)
     except (ray.exceptions.TaskCancelledError, Interrupted):
         return {"status": "stopped"}
+    except ray.exceptions.RayTaskError as error:  # before it began: safeicrl is not installed there, for example
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return {"status": "failed", "error": lines[-1] if lines else type(error).__name__}
     except ray.exceptions.RayError as error:
-        reason = type(error).__name__
-        return {"status": "failed", "error": f"its process died, also in {retries} retries ({reason})"}
+        why = f"its process died, and in {retries} retries again ({type(error).__name__})"
+        return {"status": "failed", "error": why}

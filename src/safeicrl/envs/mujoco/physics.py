@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from safeicrl.devices import on_each
 from safeicrl.envs.api import record, replace
 from safeicrl.envs.mujoco import models
 from safeicrl.envs.mujoco.planar import EXACT, PLANAR
@@ -189,9 +190,13 @@ def _advance_c(job: Job, state: PhysicsState, ctrl: jax.Array, euler: bool = Fal
     packed = jnp.concatenate([*fields, ctrl], axis=-1)
     dtype, width = packed.dtype, packed.shape[1] - ctrl.shape[1]
     words = (dtype.itemsize // 4,) * (dtype.itemsize > 4)  # a double is two 32-bit words, on an axis of their own
-    shape = jax.ShapeDtypeStruct((len(ctrl), job.repeats, width + 1, *words), jnp.uint32)
     host = functools.partial(_advance_bits, job, euler, np.dtype(dtype))
-    packed = jax.pure_callback(host, shape, jax.lax.bitcast_convert_type(packed, jnp.uint32))
+
+    def call(bits: jax.Array) -> jax.Array:
+        shape = jax.ShapeDtypeStruct((len(bits), job.repeats, width + 1, *words), jnp.uint32)
+        return jax.pure_callback(host, shape, bits)
+
+    packed = on_each(call, jax.lax.bitcast_convert_type(packed, jnp.uint32))
     packed = jax.lax.bitcast_convert_type(packed, dtype)
     ends = np.cumsum([field.shape[1] for field in fields])
     qpos, qvel, warmstart, anchor, failed = jnp.split(packed, ends, axis=-1)

@@ -5,6 +5,7 @@ results do, so the same panels are drawn from it. A finished command is noted; r
 interrupted training is resumed.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -34,14 +35,22 @@ class Size:
     steps: int  # of a learning history
     robot_iterations: int
     robot_tasks: int
+    scared: tuple[str, ...]  # further options of SCARED in the room ...
+    safe_ad: tuple[str, ...]  # ... and of Safe AD
+    compiler: str  # XLA_FLAGS of the commands, unless the user has set them
 
 
 SIZES = {
     "smoke": Size(
-        iterations=4, updates=3, meta=4, rows=16, tasks=16, steps=600, robot_iterations=1, robot_tasks=2
+        iterations=4, updates=3, meta=4, rows=16, tasks=16, steps=600, robot_iterations=1, robot_tasks=2,
+        # programs take longer to compile than to run: small networks, no cache that grows, nothing optimised
+        scared=("--algo.segments", "1", "--algo.net.layers", "1"),
+        safe_ad=("--algo.net.layers", "1", "--algo.net.width", "16", "--algo.net.embedding", "16"),
+        compiler="--xla_backend_optimization_level=0",
     ),
     "laptop": Size(
-        iterations=190, updates=200, meta=400, rows=128, tasks=200, steps=10_000, robot_iterations=10, robot_tasks=8
+        iterations=190, updates=200, meta=400, rows=128, tasks=200, steps=10_000, robot_iterations=10,
+        robot_tasks=8, scared=(), safe_ad=(), compiler="",
     ),
 }  # fmt: skip
 
@@ -97,7 +106,7 @@ def _scared(size: Size, out: Path, *options: str) -> Step:
     sizes = {"--algo.iterations": size.iterations, "--algo.rows": size.rows, "--algo.ppo.minibatch": size.rows // 4}
     judged = {"--evaluation.every": 0, "--evaluation.tasks": size.tasks, "--evaluation.rows": size.tasks}
     words = [word for name, value in {**sizes, **judged}.items() for word in (name, str(value))]
-    return ("train", "--preset", "darkroom-small", "--out", str(out), *words, *options)
+    return ("train", "--preset", "darkroom-small", "--out", str(out), *words, *size.scared, *options)
 
 
 def _room_jobs(size: Size, folder: Path) -> list[Job]:
@@ -157,7 +166,8 @@ def _safe_ad_jobs(size: Size, folder: Path) -> list[Job]:
         words = ("--algo.histories", str(folder / "histories" / histories), "--algo.iterations", str(size.updates))
         sizes = ("--algo.updates", "10", "--algo.batch", "16", "--algo.warmup", "10", "--algo.stride", "5")
         judged = ("--evaluation.tasks", str(size.tasks), "--evaluation.rows", str(size.tasks))
-        return ("train", "--preset", "darkroom-safe-ad-small", "--out", str(out), *words, *sizes, *judged, *options)
+        settings = (*words, *sizes, *judged, *size.safe_ad, *options)
+        return ("train", "--preset", "darkroom-safe-ad-small", "--out", str(out), *settings)
 
     steps = [
         collect("ppo-lag", "--limits", "0", "2", "--group", "24"),
@@ -240,12 +250,12 @@ class Progress:
             write_json(self.path, self.seconds)
 
 
-def run_jobs(asked: Sequence[Job], folder: Path, say: Callable[[str], None]) -> None:
+def run_jobs(asked: Sequence[Job], folder: Path, say: Callable[[str], None], compiler: str = "") -> None:
     """Run jobs, two at a time, but for what is finished. The first failure ends the report."""
     make_folder(folder / "logs")
     progress, stop = Progress(folder), threading.Event()
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        running = [pool.submit(_run_job, job, folder, progress, stop, say) for job in asked]
+        running = [pool.submit(_run_job, job, folder, progress, stop, say, compiler) for job in asked]
         try:
             for future in running:
                 future.result()
@@ -253,25 +263,27 @@ def run_jobs(asked: Sequence[Job], folder: Path, say: Callable[[str], None]) -> 
             stop.set()  # the others end with the command they are at
 
 
-def _run_job(job: Job, folder: Path, progress: Progress, stop: threading.Event, say: Callable[[str], None]) -> None:
+def _run_job(
+    job: Job, folder: Path, progress: Progress, stop: threading.Event, say: Callable[[str], None], compiler: str
+) -> None:
     for step in job.steps:
         command = " ".join(("safeicrl", *step))
         if command in progress.seconds or stop.is_set():
             continue
         begin = time.monotonic()
-        _run_step(step, folder / "logs" / f"{job.name}.log")
+        _run_step(step, folder / "logs" / f"{job.name}.log", compiler)
         progress.finish(command, time.monotonic() - begin)
         say(f"{job.name}: {step[0]} done in {time.monotonic() - begin:.0f} s")
 
 
-def _run_step(step: Step, log: Path) -> None:
+def _run_step(step: Step, log: Path, compiler: str) -> None:
     """One command; a training that was begun is resumed, or, where there is nothing to resume, begun anew."""
     out = Path(step[step.index("--out") + 1])
     begun = step[0] == "train" and out.exists()
-    resumed = begun and _safeicrl(("train", "--resume", str(out)), log) == 0
+    resumed = begun and _safeicrl(("train", "--resume", str(out)), log, compiler) == 0
     if begun and not resumed:
         shutil.rmtree(out)
-    if not resumed and _safeicrl(step, log) != 0:
+    if not resumed and _safeicrl(step, log, compiler) != 0:
         last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
         raise UserError(f"safeicrl {step[0]} failed: {''.join(last)} (all of it: {log})")
     # An interrupted training ends without an error. Its policy is written by its only evaluation, at its end.
@@ -279,8 +291,10 @@ def _run_step(step: Step, log: Path) -> None:
         raise UserError(f"the training in {out} was interrupted; the same command goes on with it")
 
 
-def _safeicrl(step: Step, log: Path) -> int:
+def _safeicrl(step: Step, log: Path, compiler: str) -> int:
+    environment = {**({"XLA_FLAGS": compiler} if compiler else {}), **os.environ}
     with open(log, "a", encoding="utf-8") as file:
         file.write(f"$ safeicrl {' '.join(step)}\n")
         file.flush()
-        return subprocess.run([sys.executable, "-m", "safeicrl", *step], stdout=file, stderr=file).returncode
+        command = [sys.executable, "-m", "safeicrl", *step]
+        return subprocess.run(command, stdout=file, stderr=file, env=environment).returncode

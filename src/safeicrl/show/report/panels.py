@@ -328,6 +328,12 @@ PANELS: tuple[Panel, ...] = (
                 show=training.meta_table,
             ),
             Part(name="training-steps", title="What steps buy", needs=training.STEPS, show=training.steps),
+            Part(
+                name="training-steps-robots",
+                title="What steps buy: the robots",
+                needs=training.ROBOTS,
+                show=training.robots,
+            ),
         ),
     ),
     Panel(

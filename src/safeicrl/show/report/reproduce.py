@@ -8,7 +8,7 @@ from safeicrl.errors import UserError, unknown_name
 from safeicrl.evaluation.sweeps import is_sweep
 from safeicrl.files import make_folder
 from safeicrl.show.report.content import Panel, find
-from safeicrl.show.report.jobs import jobs, run_jobs
+from safeicrl.show.report.jobs import SIZES, jobs, run_jobs
 from safeicrl.show.report.page import Section, write_page
 from safeicrl.show.report.panels import PANELS
 from safeicrl.show.report.sweep import sweep_panels
@@ -34,7 +34,8 @@ def reproduce(
     make_folder(out)
     if scale != "paper":
         folder = (out / "runs" / scale).absolute()
-        run_jobs([job for job in jobs(scale, folder) if figure is None or figure in job.panels], folder, say)
+        asked = [job for job in jobs(scale, folder) if figure is None or figure in job.panels]
+        run_jobs(asked, folder, say, SIZES[scale].compiler)
         how = (
             f"safeicrl {VERSION}, scale {scale}: everything was trained and evaluated anew, in a 5×5 room and in "
             f"short trials of the robots, below {out / 'runs' / scale}. It shows that every pipeline works, and "

@@ -57,11 +57,17 @@ STEPS = (
         command="safeicrl train --preset darkroom --seeds 3 --out runs/darkroom",
     ),
     Need(
+        label="PPO, guard",
+        files=("safe-dark-room-guard/training/metrics.jsonl",),
+        command="safeicrl train --preset darkroom-guard --out runs/safe-dark-room-guard",
+    ),
+    Need(
         label="off-policy",
         files=("lab/dark-room/off-policy-larger-lambda-log.jsonl",),
         command="safeicrl train --preset darkroom --algo.optimiser ddpg --out runs/ddpg",
     ),
 )
+ROBOTS = tuple(_run(policy, preset) for policy, preset in list(POLICIES.items())[2:])
 MARKS = (1e6, 4e6, 16e6, 64e6, 240e6)  # environment steps
 
 
@@ -214,7 +220,7 @@ def curves(found: Found) -> list[Shown]:
 
 
 def steps(found: Found) -> list[Shown]:
-    """What a number of environment steps buys, for both optimisers."""
+    """What a number of environment steps buys in the room, for both optimisers and with the guard."""
     header = ["environment steps per seed"]
     for label in found.files:
         header += [f"{label}: goals of an evaluation", f"{label}: over budget", f"{label}: return in training"]
@@ -229,7 +235,51 @@ def steps(found: Found) -> list[Shown]:
         "of seed 1000, frozen; mean over seeds). Return in training is per episode, on training rooms and budgets. "
         "“–” means that there was no evaluation, or no such step, in the log."
     )
-    return [*curves(found), Grid(header=header, rows=rows), note]
+    return [bought(found), *curves(found), Grid(header=header, rows=rows), note]
+
+
+def bought(found: Found) -> Drawing:
+    """The figure: goals of a trial and episodes over budget against environment steps."""
+    panels = [
+        ("goals of a trial", _evaluations(found, "eval/total_return")),
+        ("share of episodes over budget", _evaluations(found, "eval/over_budget")),
+    ]
+    text = (
+        f"Goals and violations on unseen rooms against environment steps: {', '.join(found.files)}. Dotted: 1, 4, "
+        "16, 64 and 240 million steps. A line begins with its first evaluation."
+    )
+    return Drawing(figure=plots.against_steps(panels, MARKS), text=text)
+
+
+def robots(found: Found) -> list[Shown]:
+    """The same for the robots; the stages of a recipe follow one another."""
+    returns = _evaluations(found, "eval/total_return")
+    split = {
+        "goals of a trial": [label for label in returns if "dark" in label],
+        "return of a trial": [label for label in returns if "velocity" in label],
+    }
+    panels = [(title, {label: returns[label] for label in own}) for title, own in split.items() if own]
+    panels.append(("share of episodes over budget", _evaluations(found, "eval/over_budget")))
+    text = "Return and violations on unseen tasks against environment steps, summed over the stages of a recipe."
+    note = (
+        "Each stage starts from a policy of the one before, which is not always its last. First stages play short "
+        "trials, so their policies have never seen whole ones."
+    )
+    return [Drawing(figure=plots.against_steps(panels, MARKS), text=text), note]
+
+
+def _evaluations(found: Found, name: str) -> dict[str, plots.Points]:
+    """Label → (steps, value) of every evaluation, the logs of a label one after another."""
+    points: dict[str, plots.Points] = {}
+    for label, files in found.files.items():
+        steps, values, before = [], [], 0.0
+        for file in files:
+            judged = [line for line in file.value if line.get(name) is not None]
+            steps += [before + line["env_steps"] for line in judged]
+            values += [float(line[name]) for line in judged]
+            before += file.value[-1]["env_steps"]
+        points[label] = (steps, values)
+    return points
 
 
 def _at(log: list[dict[str, Any]], mark: float) -> list[str]:
