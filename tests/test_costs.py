@@ -31,7 +31,6 @@ from safeicrl.evaluation.statistics import budget_bins, resampled_trials, safety
 from safeicrl.evaluation.tables import figure_groups, group, summary_table
 from safeicrl.evaluation.task_lists import seeded_tasks
 from safeicrl.nets.transformer import NetConfig, feature_size, featurise
-from safeicrl.optimisers import ppo
 from safeicrl.optimisers.ddpg import DDPGConfig
 from safeicrl.optimisers.ppo import PPOConfig
 from safeicrl.penalty import PenaltyConfig
@@ -180,7 +179,7 @@ def learned():
     def update(state, counted):
         with pytest.MonkeyPatch.context() as patch:
             real = penalty.excess_cost
-            patch.setattr(ppo, "excess_cost", lambda trials: real(replace(trials, cost=trials.cost * counted)))
+            patch.setattr(penalty, "excess_cost", lambda trials: real(replace(trials, cost=trials.cost * counted)))
             return algorithm.update(state)
 
     def fit(counted, iterations):
