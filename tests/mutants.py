@@ -252,7 +252,7 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
     Mutant("folder not flushed", "files.py", "            sync_folder(path.parent)", "            pass", FLUSHED),
     Mutant("policy's folder not flushed", "policies/cards.py", "    sync_folder(path.parent)", "    pass", FLUSHED),
     Mutant(
-        "two runs in one folder", "train.py", "with owned(folder), Terminal", "with Terminal",
+        "two runs in one folder", "train.py", "stack.enter_context(owned(folder))", "pass",
         "test_files.py::test_a_folder_has_one_owner",
     ),
     Mutant(
