@@ -1,8 +1,8 @@
 """How long a meta-iteration takes: the paper's settings, or any preset of a meta-learner.
 
 python bench/meta.py                                            both methods in the room, 1 and 3 seeds
-python bench/meta.py --presets darkroom-safe-meta --seeds 1 --out results/bench_meta_h200.json
-python bench/meta.py --presets darkroom-safe-meta --seeds 1 --parts             where the time goes
+python bench/meta.py --algos safe-meta --seeds 1 --out results/bench_meta_h200.json
+python bench/meta.py --algos safe-meta --seeds 1 --parts             where the time goes
 """
 
 import argparse
@@ -24,16 +24,16 @@ from safeicrl.envs.mujoco import physics
 from safeicrl.files import write_json
 from safeicrl.optimisers.episodes import play
 from safeicrl.optimisers.meta import Iteration, MetaLearner
-from safeicrl.recipes.presets import preset
+from safeicrl.recipes.presets import experiment
 
 
-def build(name: str, form: str | None) -> MetaLearner:
-    """The learner of a preset; `form` is that of SafeMeta's adaptation, the preset's own by default."""
-    experiment = preset(name).stages[0].experiment
+def build(algo: str, env: str, form: str | None) -> MetaLearner:
+    """The learner; `form` is that of SafeMeta's adaptation, the experiment's own by default."""
+    found = experiment(algo, env)
     if form is not None:
-        inner = dataclasses.replace(experiment.algo.inner, form=form)
-        experiment = dataclasses.replace(experiment, algo=dataclasses.replace(experiment.algo, inner=inner))
-    return experiment.build()
+        inner = dataclasses.replace(found.algo.inner, form=form)
+        found = dataclasses.replace(found, algo=dataclasses.replace(found.algo, inner=inner))
+    return found.build()
 
 
 # what a compiled program lists but does not execute as a kernel
@@ -134,7 +134,8 @@ def parts(learner: MetaLearner, repeats: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--presets", nargs="+", default=["darkroom-safe-meta", "darkroom-maml"])
+    parser.add_argument("--algos", nargs="+", default=["safe-meta", "maml-penalty"])
+    parser.add_argument("--env", default="safe-dark-room")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--chunk", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
@@ -143,11 +144,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     about, found = provenance(), []
-    for name in args.presets:
+    for name in args.algos:
         for seeds in args.seeds:
-            learner = build(name, args.form)
+            learner = build(name, args.env, args.form)
             form = {"form": learner.config.inner.form} if hasattr(learner.config, "inner") else {}
-            run = {"preset": name, **form, **measure(learner, seeds, args.chunk, args.repeats)}
+            run = {"algo": name, "env": args.env, **form, **measure(learner, seeds, args.chunk, args.repeats)}
             found.append(run)
             Console().print(
                 f"{name}, {seeds} seed(s): {run['ms_per_iteration']:.1f} ms per meta-iteration, "

@@ -106,7 +106,7 @@ def test_budgets_are_told_apart_and_the_largest_cost_is_of_a_trial(room):
 def test_what_is_missing_is_said_and_never_drawn(room, tmp_path):
     _, text, missing = room
     assert "Missing: Safe AD." in text
-    assert "safeicrl train --preset darkroom-safe-meta --seeds 3" in text
+    assert "safeicrl train --algo safe-meta --env safe-dark-room --seeds 3" in text
     assert "episodes-dark-room" in missing
     empty, names = build("guard", root=tmp_path, about=[], out=tmp_path / "report")
     page = Page(empty.read_text())

@@ -68,7 +68,8 @@ def experiment(algo: str, env: str) -> Experiment:
     if algo == "safe-ad":
         return _safe_ad(env)
     if algo in META:
-        return _meta(algo, make_env(env))
+        world = make_env(env)
+        return _darkroom_meta(algo, world) if world == SafeDarkRoom() else _meta(algo, world)
     return Experiment(env=make_env(env), algo=config(), train=TrainConfig())
 
 
@@ -115,15 +116,15 @@ def _meta(algo: str, env: Env, **changes: Any) -> Experiment:
     return Experiment(env=env, algo=META[algo](**sizes), train=train)
 
 
-def _darkroom_meta(algo: str, name: str) -> Recipe:
+def _darkroom_meta(algo: str, env: Env) -> Experiment:
+    """A meta-learner in the paper's room."""
     # The paper has 15,000 iterations. Small runs were best in unseen rooms after a few hundred, so there are fewer,
     # with more evaluations to find the best. On cells SafeMeta's adaptation has a closed form; it learned far more.
     own = {"weight": 0.05} if algo == "maml-penalty" else {"inner": SafeStepConfig(form="closed-form")}
     changes = {"iterations": 2000, **own}
-    found = _meta(algo, SafeDarkRoom(), **changes)
+    found = _meta(algo, env, **changes)
     evaluation = dataclasses.replace(found.train.evaluation, every=100, tasks=50)
-    train = dataclasses.replace(found.train, evaluation=evaluation)
-    return Recipe.single(name, dataclasses.replace(found, train=train))
+    return dataclasses.replace(found, train=dataclasses.replace(found.train, evaluation=evaluation))
 
 
 def _darkroom_meta_small(algo: str, name: str) -> Recipe:
@@ -417,17 +418,6 @@ def _track_line(line: Line, *, world: str, changes: dict[str, Any], args: tuple[
     return _line(env, _track_base(env), changes)
 
 
-def _meta_presets(algo: str, short: str, title: str) -> dict[str, Preset]:
-    """A meta-learner in the paper's room and in a small one. The robots: --algo NAME --env NAME."""
-    room, small = f"darkroom-{short}", f"darkroom-{short}-small"
-    return {
-        room: Preset(summary=f"{title} in the paper's room: one GPU", make=partial(_darkroom_meta, algo, room)),
-        small: Preset(
-            summary=f"{title}, 5×5 room: two CPU cores, 5 min", make=partial(_darkroom_meta_small, algo, small)
-        ),
-    }
-
-
 # Car is trained in the plane, where it is faster by far, and Ant by Euler steps, 1.8 times as fast as its own
 # (docs/environments.md). Both are exported for the real physics.
 PRESETS: dict[str, Preset] = {
@@ -469,6 +459,12 @@ PRESETS: dict[str, Preset] = {
         make=_ant,
         line=partial(_track_line, world="safe-velocity-ant", changes=SHORT_ANT, args=("engine=euler",)),
     ),
-    **_meta_presets("maml-penalty", "maml", "MAML with penalty"),
-    **_meta_presets("safe-meta", "safe-meta", "SafeMeta"),
+    "darkroom-maml-small": Preset(
+        summary="MAML with penalty, 5×5 room: two CPU cores, 5 min",
+        make=partial(_darkroom_meta_small, "maml-penalty", "darkroom-maml-small"),
+    ),
+    "darkroom-safe-meta-small": Preset(
+        summary="SafeMeta, 5×5 room: two CPU cores, 5 min",
+        make=partial(_darkroom_meta_small, "safe-meta", "darkroom-safe-meta-small"),
+    ),
 }  # fmt: skip

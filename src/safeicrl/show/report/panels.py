@@ -69,8 +69,8 @@ def _meta(world: str) -> tuple[Need, ...]:
         ("MAML with penalty", "maml-penalty", "maml"),
     ):
         run = f"{short}-{world}"
-        what = f"--preset darkroom-{short} --seeds 3" if world == "dark-room" else f"--algo {algo} --env {folder}"
-        train = f"safeicrl train {what}{ENGINE.get(world, '')} --out runs/{run}"
+        seeds = " --seeds 3" if world == "dark-room" else ""
+        train = f"safeicrl train --algo {algo} --env {folder}{ENGINE.get(world, '')}{seeds} --out runs/{run}"
         how = f"{REAL.get(world, '')} --tasks {tasks} --label '{label}'"
         stem = f"{short}/{world}"
         command = f"{train}\nsafeicrl evaluate runs/{run}{how} --out results/{stem}"
@@ -324,7 +324,7 @@ PANELS: tuple[Panel, ...] = (
             Part(
                 name="training-meta",
                 title="SafeMeta and MAML with penalty",
-                needs=tuple(need for world in WORLDS for need in training.meta(world, WORLDS[world][3])),
+                needs=tuple(need for world in WORLDS for need in training.meta(world, WORLDS[world][1])),
                 show=training.meta_table,
             ),
             Part(name="training-steps", title="What steps buy", needs=training.STEPS, show=training.steps),

@@ -257,8 +257,10 @@ TABLES = (
         name="settings-meta",
         title="SafeMeta and MAML with penalty in SafeDarkRoom",
         columns=(
-            Column(label="SafeMeta", file="safe-meta/training/dark-room/config.json", preset="darkroom-safe-meta"),
-            Column(label="MAML", file="maml/training/dark-room/config.json", preset="darkroom-maml"),
+            Column(
+                label="SafeMeta", file="safe-meta/training/dark-room/config.json", preset="safe-meta:safe-dark-room"
+            ),
+            Column(label="MAML", file="maml/training/dark-room/config.json", preset="maml-penalty:safe-dark-room"),
         ),
         rows=META,
     ),

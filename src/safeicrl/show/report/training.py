@@ -71,15 +71,18 @@ ROBOTS = tuple(_run(policy, preset) for policy, preset in list(POLICIES.items())
 MARKS = (1e6, 4e6, 16e6, 64e6, 240e6)  # environment steps
 
 
-def meta(world: str, preset: str) -> tuple[Need, Need]:
-    """The logs of both meta-learners in one world."""
+def meta(world: str, env: str) -> tuple[Need, Need]:
+    """The logs of both meta-learners in one world, whose environment is `env`."""
     return tuple(  # type: ignore[return-value]
         Need(
             label=f"{title}, {world}",
             files=(f"{name}/training/{world}/metrics.jsonl",),
-            command=f"safeicrl train --preset {preset}-{name} --out runs/{name}-{world}",
+            command=f"safeicrl train --algo {algo} --env {env} --out runs/{name}-{world}",
         )
-        for title, name in (("SafeMeta", "safe-meta"), ("MAML with penalty", "maml"))
+        for title, algo, name in (
+            ("SafeMeta", "safe-meta", "safe-meta"),
+            ("MAML with penalty", "maml-penalty", "maml"),
+        )
     )
 
 
