@@ -23,7 +23,11 @@ CHOSEN = {
         "seed 1 of 3: by hand, the most goals on 500 rooms of seed 1000, 2026-11-15",
         "temperature 0.4: on other rooms than the reported ones; the day was not recorded",
     ],
-    "safe-dark-room-guard": ["risk 0.03 and depth 2: not tuned", "temperature 0.4: that of safe-dark-room"],
+    "safe-dark-room-guard": [
+        "seed 2 of 3: its return does not fall past K, on 40 rooms of seed 1000 (results/lab/guard), 2026-11-17",
+        "risk 0.005: the safer of two, for 0.4 goals, on 500 rooms of seed 1000, 2026-11-17; depth 2: not tuned",
+        "temperature 0.4: that of safe-dark-room",
+    ],
     "safe-dark-point": [
         "temperature 0.5: on 500 arenas of seed 11 (results/lab/point/temperatures.json), 2026-11-15",
     ],

@@ -7,6 +7,7 @@ python bench/trials.py --rows --update --repeats 5 --out results/bench_update_h2
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,8 @@ def play(rows: int, args: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def update(heads: int, rows: int, args: argparse.Namespace) -> dict[str, float]:
-    """One PPO gradient step on `rows` whole rows of trials."""
+def prepare(heads: int, rows: int, args: argparse.Namespace) -> tuple[Callable[[Any], Any], Any]:
+    """EPOCHS gradient steps of PPO on `rows` whole rows of trials, as a function of the state, and a state."""
     ppo = PPOConfig(epochs=EPOCHS, minibatch=rows)
     algo = Scared(ENV, ScaredConfig(rows=rows, steps=args.steps, net=NetConfig(heads=heads), ppo=ppo))
     state = algo.init(jax.random.key(args.seed))
@@ -69,12 +70,18 @@ def update(heads: int, rows: int, args: argparse.Namespace) -> dict[str, float]:
     uniform = jnp.full(trials.reward.shape, -jnp.log(ENV.spec.action.n))
     trials = replace(trials, extras={"log_prob": uniform})
 
-    @eqx.filter_jit
     def run(state: Any) -> Any:
         return algo.optimiser.update(state, trials, tasks, jnp.zeros(ENV.episodes), jnp.int32(0), jax.random.key(3))
 
-    jax.block_until_ready(run(state.optimiser))
-    seconds = fastest(lambda: run(state.optimiser), args.repeats) / EPOCHS
+    return run, state.optimiser
+
+
+def update(heads: int, rows: int, args: argparse.Namespace) -> dict[str, float]:
+    """One PPO gradient step on `rows` whole rows of trials."""
+    function, state = prepare(heads, rows, args)
+    run = eqx.filter_jit(function)
+    jax.block_until_ready(run(state))
+    seconds = fastest(lambda: run(state), args.repeats) / EPOCHS
     return {
         "heads": heads,
         "rows": rows,

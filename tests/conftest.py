@@ -5,6 +5,7 @@ JAX_COMPILATION_CACHE_DIR says; `make clean` removes them. Workers may write the
 anew whatever it cannot read.
 """
 
+import functools
 import gc
 import importlib.metadata
 import os
@@ -20,7 +21,8 @@ CACHE_BYTES = 2**28  # several runs of everything; JAX has a limit of its own, w
 
 # Not optimised: nearly all programs here take longer to compile than to run. The others use probe.OPTIMISED.
 FLAGS = ["--xla_backend_optimization_level=0"]
-if importlib.metadata.version("jaxlib").startswith("0.10."):  # XLA stops at a flag that it does not know
+KNOWN = importlib.metadata.version("jaxlib").startswith("0.10.")
+if KNOWN:  # XLA stops at a flag that it does not know
     # Fusion emitters double the time of compilation; splitting small programs among threads adds to it.
     FLAGS += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 
@@ -39,8 +41,20 @@ def collect_garbage() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def share_context() -> None:
+    """JAX makes an MLIR context for every program. That is a fifth of a small one's time; there are thousands."""
+    if KNOWN:
+        from jax._src.interpreters import mlir
+
+        mlir.make_ir_context = functools.cache(mlir.make_ir_context)
+
+
 # Begun first, so that no worker is left with one of them at the end.
-LONGEST = ("scared", "worlds", "safe_ad", "ppo_lag", "guard", "small_room", "shipped", "recipes")
+LONGEST = (
+    "scared", "worlds", "safe_ad", "ppo_lag", "cli", "costs", "safe_meta", "guard", "small_room", "shipped",
+    "recipes", "maml", "reference", "sweep",
+)  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -252,7 +252,7 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
     Mutant("folder not flushed", "files.py", "            sync_folder(path.parent)", "            pass", FLUSHED),
     Mutant("policy's folder not flushed", "policies/cards.py", "    sync_folder(path.parent)", "    pass", FLUSHED),
     Mutant(
-        "two runs in one folder", "train.py", "with owned(folder), Terminal", "with Terminal",
+        "two runs in one folder", "train.py", "stack.enter_context(owned(folder))", "pass",
         "test_files.py::test_a_folder_has_one_owner",
     ),
     Mutant(
@@ -288,7 +288,7 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
     # several devices and processes
     Mutant(
         "rows are not divided", "devices.py", "return _constrained(tree, P(ROWS))", "return tree",
-        "test_devices.py::test_an_update_of_scared_is_the_same_on_eight_devices_and_divided_among_them",
+        "test_devices.py::test_a_minibatch_is_drawn_from_all_rows_and_divided_again",
     ),
     Mutant(
         "rows added for the devices are kept", "evaluation/evaluate.py", "np.asarray(x)[:rows]", "np.asarray(x)",

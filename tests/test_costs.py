@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from probe import OPTIMISED
 
 from safeicrl import budgets, cli, penalty, train
 from safeicrl.agents.reference import RandomAgent
@@ -32,7 +31,6 @@ from safeicrl.evaluation.statistics import budget_bins, resampled_trials, safety
 from safeicrl.evaluation.tables import figure_groups, group, summary_table
 from safeicrl.evaluation.task_lists import seeded_tasks
 from safeicrl.nets.transformer import NetConfig, feature_size, featurise
-from safeicrl.optimisers import ppo
 from safeicrl.optimisers.ddpg import DDPGConfig
 from safeicrl.optimisers.ppo import PPOConfig
 from safeicrl.penalty import PenaltyConfig
@@ -170,18 +168,18 @@ def test_the_known_optimum_is_the_best_of_all_sequences():
 def learned():
     """Results of SCARED trained with both costs, and without one of them in the penalty; the first one's agent."""
     config = ScaredConfig(
-        iterations=50, rows=64, queue=1, segments=1, budget_power=1.0, net=TINY,
-        penalty=PenaltyConfig(step=0.2, tolerance=0.02, cap=2.0),
-        ppo=PPOConfig(minibatch=64, learning_rate=(5e-3, 5e-4), entropy=(0.02, 0.0), discount=0.99),
+        iterations=50, rows=32, queue=1, segments=1, budget_power=1.0, net=TINY,
+        penalty=PenaltyConfig(step=0.3, tolerance=0.02, cap=2.0),
+        ppo=PPOConfig(minibatch=32, warmup=3, learning_rate=(8e-3, 8e-4), entropy=(0.02, 0.0), discount=0.99),
     )  # fmt: skip
     algorithm = Scared(ENV, config)
     first = eqx.filter_jit(algorithm.init)(jax.random.key(0))
 
-    @eqx.filter_jit(compiler_options=OPTIMISED)
+    @eqx.filter_jit
     def update(state, counted):
         with pytest.MonkeyPatch.context() as patch:
             real = penalty.excess_cost
-            patch.setattr(ppo, "excess_cost", lambda trials: real(replace(trials, cost=trials.cost * counted)))
+            patch.setattr(penalty, "excess_cost", lambda trials: real(replace(trials, cost=trials.cost * counted)))
             return algorithm.update(state)
 
     def fit(counted, iterations):
@@ -192,7 +190,7 @@ def learned():
         return evaluate(ENV, agent, tasks=400, rows=400, segments=1, label="scared"), agent, metrics
 
     both, agent, metrics = fit([1.0, 1.0], config.iterations)
-    without = {"heat": fit([0.0, 1.0], 15)[0], "noise": fit([1.0, 0.0], 15)[0]}
+    without = {"heat": fit([0.0, 1.0], 12)[0], "noise": fit([1.0, 0.0], 12)[0]}
     return both, without, agent, metrics
 
 
@@ -269,7 +267,8 @@ def test_tables_and_figures_by_cost(learned):
     assert safety([found]).over_budget == found.over.mean()
     groups = figure_groups(group([found]))
     assert list(groups) == ["-heat", "-noise"]
-    assert plots.by_budget(groups["-noise"]).axes[1].get_title(loc="left") == "largest episode cost"
+    axis = plots.by_budget(groups["-noise"]).axes[1]
+    assert (axis.get_title(loc="left"), axis.get_xlabel()) == ("largest episode noise", "budget δ of noise")
     with pytest.raises(UserError, match=r"one cost of heat, noise: take its results from by_cost\(\)"):
         plots.by_budget(group([found]))
     frame = found.to_dataframe()
@@ -398,10 +397,11 @@ def tidy():
 def test_a_gymnasium_environment_with_two_costs(tidy):
     options = {"budget": ((0.0, 2.0), (0.0, 4.0)), "episodes": 2, "max_steps": 2, "costs": ("heat", "noise")}
     env = from_gymnasium(Oven, [{}], name="oven", **options)
-    found = evaluate(env, RandomAgent(env.spec.action), tasks=8, rows=8)
-    np.testing.assert_array_equal(found.costs[..., 1], 2 * found.costs[..., 0])
-    assert found.costs.max() > 2
-    assert found.budget_range == ((0.0, 2.0), (0.0, 4.0))
+    assert env.spec.ranges("test") == ((0.0, 2.0), (0.0, 4.0))
+    key, task = jax.random.key(0), jax.tree.map(jnp.asarray, env.sample_task(jax.random.key(0), "train"))
+    state, _ = jax.jit(env.reset)(key, task)
+    _, step = jax.jit(env.step)(key, state, jnp.int32(2), task)
+    assert step.cost.tolist() == [2, 4]
     for info in ({"cost": 1.0}, {"costs": {"heat": 1.0}}):
         with pytest.raises(UserError, match=r"every cost of a step in info\['costs'\]: (heat|noise) is missing"):
             env._host._costs(info)

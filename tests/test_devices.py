@@ -1,7 +1,6 @@
 """Several devices and several processes do what one does, and say so in one line when they cannot."""
 
 import json
-import math
 import os
 import signal
 import socket
@@ -15,14 +14,18 @@ import pytest
 from standin import ROOM, TableAlgorithm, TableConfig
 
 from safeicrl import devices, hosts
+from safeicrl import train as trainer
 from safeicrl.cli import main
 from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import load_results
+from safeicrl.evaluation.results import Results
 from safeicrl.log import read_metrics
 from safeicrl.policies import checkpoint
 from safeicrl.train import EvalConfig, TrainConfig, train
 
 HERE = Path(__file__).parent
+ONES = np.ones((1, 4))
+EMPTY = Results(returns=ONES, costs=ONES, lengths=ONES, budgets=np.ones(1), meta={"label": "none"})
 
 
 @pytest.fixture(scope="module")
@@ -42,41 +45,38 @@ def state(folder: Path) -> dict[str, np.ndarray]:
     return checkpoint.read(folder / "checkpoint.safetensors", kind="checkpoint")[0]
 
 
-@pytest.mark.parametrize("name", ["eight", "four-one", "one-four", "two-seeds"])
+@pytest.mark.parametrize("name", ["eight", "four-one", "one-four"])
 def test_a_run_does_not_depend_on_the_number_of_devices(eight, name):
     ours, alone = state(eight / name), state(eight / "one")
     assert ours.keys() == alone.keys()
     for array, values in alone.items():
-        mine = ours[array][0] if name == "two-seeds" else ours[array]
+        mine = ours[array][0] if name == "eight" else ours[array]  # which has a second seed
         assert mine.shape == values.shape
         np.testing.assert_allclose(mine, values, rtol=1e-5, atol=1e-6)
     assert alone["step"] == 4
 
 
-def test_the_policy_and_its_evaluation_do_not_depend_on_the_number_of_devices(eight):
+def test_an_evaluation_does_not_depend_on_the_devices_even_if_its_rows_cannot_be_divided(eight):
     tables = [checkpoint.read(eight / run / "best-seed0.safetensors", kind="policy")[0] for run in ("one", "eight")]
     np.testing.assert_allclose(tables[0]["table"], tables[1]["table"], rtol=1e-5, atol=1e-6)
     results = [load_results(eight / run / "best-seed0-evaluation") for run in ("one", "eight")]
-    np.testing.assert_array_equal(results[0].returns, results[1].returns)
+    for name in ("returns", "costs", "lengths"):
+        np.testing.assert_array_equal(getattr(results[0], name), getattr(results[1], name))
 
 
 def test_the_log_has_the_throughput_of_all_devices_and_of_each(eight):
     log = [line for line in read_metrics(eight / "eight" / "metrics.jsonl") if "return" in line]
     assert log[0]["devices"] == 8
+    rates = log[0]["steps_per_second/seeds"]
+    assert log[0]["steps_per_second"] == pytest.approx(sum(rates))
     assert log[0]["steps_per_second_per_device"] == pytest.approx(log[0]["steps_per_second"] / 8)
     alone = [line for line in read_metrics(eight / "one" / "metrics.jsonl") if "return" in line]
     assert "devices" not in alone[0]
-    assert [line["return"] for line in log] == pytest.approx([line["return"] for line in alone])
+    assert [line["return/seeds"][0] for line in log] == pytest.approx([line["return"] for line in alone])
 
 
-def test_an_update_of_scared_is_the_same_on_eight_devices_and_divided_among_them(found):
-    assert found["scared"]["moved"] > 1e-4  # it learned
-    assert found["scared"]["difference"] < 1e-5
-    assert found["scared"]["share"] < 0.4  # of the arithmetic; the optimiser's is on every device
-
-
-def test_an_evaluation_does_not_depend_on_the_devices_even_if_its_rows_cannot_be_divided(found):
-    assert found["evaluation"] == [True, True, True]
+def test_a_minibatch_is_drawn_from_all_rows_and_divided_again(found):
+    assert found["minibatch"] == {"same": True, "divided": True}
 
 
 def test_each_device_has_its_own_worlds_moved(found):
@@ -162,7 +162,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_a_lost_process_ends_the_run_which_then_goes_on(tmp_path):
+def test_a_lost_process_ends_the_run_which_then_goes_on(tmp_path, monkeypatch):
     folder, room = tmp_path / "run", dict(size=3, obstacles=2, max_steps=5, episodes=4)
     command = [
         sys.executable, "-m", "safeicrl", "train", "--import", str(HERE / "standin.py"), "--algo", "table",
@@ -190,12 +190,10 @@ def test_a_lost_process_ends_the_run_which_then_goes_on(tmp_path):
 
     _, meta = checkpoint.read(folder / "checkpoint.safetensors", kind="checkpoint")
     reached = meta["status"]["iteration"]
-    config = TrainConfig(
-        iterations=reached + 1, checkpoint_minutes=0.0, evaluation=EvalConfig(every=0, tasks=20, rows=20)
-    )
+    config = TrainConfig(iterations=reached + 1, evaluation=EvalConfig(every=0))
     algorithm = TableAlgorithm(env=ROOM, config=TableConfig())
+    monkeypatch.setattr(trainer, "evaluate", lambda *_, **__: EMPTY)
     trained = train(algorithm, config, out=folder, resume=True)
     alone = train(algorithm, config, out=tmp_path / "alone")
     assert int(trained.state.step) == reached + 1
     np.testing.assert_allclose(trained.state.table, alone.state.table, rtol=1e-4, atol=1e-5)
-    assert math.isfinite(trained.results[0].returns.mean())

@@ -165,15 +165,6 @@ def train(args: list[str]) -> int:
     return stop.exit_status
 
 
-def _join(asked: Any) -> None:
-    """Meet the other processes, where several train together."""
-    cluster = hosts.Cluster(coordinator=asked.coordinator, processes=asked.processes, process=asked.process)
-    if asked.distributed:
-        hosts.join(cluster, asked.join_timeout)
-    elif asked.coordinator is not None:
-        raise UserError("--coordinator, --processes and --process are for several processes: add --distributed")
-
-
 def _with_settings(command: str, recipe: Any, settings: list[str]) -> tuple[Any, Any]:
     """The recipe with what the command line changes in it, and the form of its first stage: folder, devices."""
     from safeicrl.recipes.form import train_form, with_options
@@ -183,6 +174,15 @@ def _with_settings(command: str, recipe: Any, settings: list[str]) -> tuple[Any,
         for index in range(len(recipe.stages))
     ]
     return with_options(recipe, forms), forms[0]
+
+
+def _join(asked: Any) -> None:
+    """Meet the other processes, where several train together."""
+    cluster = hosts.Cluster(coordinator=asked.coordinator, processes=asked.processes, process=asked.process)
+    if asked.distributed:
+        hosts.join(cluster, asked.join_timeout)
+    elif asked.coordinator is not None:
+        raise UserError("--coordinator, --processes and --process are for several processes: add --distributed")
 
 
 def _asked_recipe(args: list[str]) -> tuple[list[str], Any, Path | None]:

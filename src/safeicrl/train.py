@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from safeicrl import hosts
 from safeicrl.agents.api import with_options
 from safeicrl.algos.api import METRICS, Algorithm
 from safeicrl.algos.registry import algo_name
+from safeicrl.algos.scared import Scared
 from safeicrl.config import from_plain
 from safeicrl.envs.api import Env, PyTree
 from safeicrl.envs.faults import NO_FAULT, NONE, refuse_fault
@@ -37,7 +39,9 @@ from safeicrl.evaluation.evaluate import check_size, evaluate
 from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.statistics import Summary, rank, summaries, summarise
 from safeicrl.files import CHECKPOINT, owned, read_json, write_json
+from safeicrl.lanes import check_env
 from safeicrl.log import JsonLines, Sink, TensorBoard, Terminal, WandB
+from safeicrl.overlap import Overlapped
 from safeicrl.policies import checkpoint
 from safeicrl.policies.cards import read_card, save_policy
 from safeicrl.policies.catalogue import find_policy, load_agent
@@ -154,6 +158,9 @@ def train(
     `jax.distributed.initialize`, among those of every process. A run may go on with other numbers of both.
     """
     folder, config = Path(out), _with_limit(algorithm, config)
+    if _overlaps(algorithm):
+        _check_overlap(algorithm, config, (devices or 1) * hosts.count())
+        devices = 1
     mesh = placing.make_mesh(
         devices, rows=getattr(algorithm, "row_axes", None), seeds=config.seeds, env=algorithm.env,
         processes=hosts.count(),
@@ -174,7 +181,7 @@ def train(
         started = time.perf_counter() - status.seconds
         if over := resume and hosts.any_says(_finished(config, status, started)):
             terminal.say(f"{folder} {_limit_reached(config, status)}")
-        step = None if over else _compile(algorithm, config, template, terminal, mesh)
+        step = None if over else _program(algorithm, config, template, terminal, mesh)
         sinks = _sinks(algorithm, config, folder, status) if first else []
         run = _Run(
             algorithm=algorithm, config=config, folder=folder, status=status, started=started, sinks=sinks,
@@ -183,6 +190,7 @@ def train(
         try:
             state, results, stopped = run.go(step, state)
         finally:
+            _close(step)
             for sink in sinks:
                 sink.close()
         reason = "stopped on request" if stopped else "done"
@@ -230,6 +238,7 @@ class _Run:
             _refuse_faults(faults, status, config, self.algorithm.env)
             if broken:
                 raise UserError(_give_up(status, self.folder))
+        _close(step)
         status.seconds = time.perf_counter() - self.started
         self.save(state)  # before the evaluation, which may fail
         if status.evaluated != status.iteration and not stopped:
@@ -410,9 +419,40 @@ def describe(env: Env, algo: Any, train: TrainConfig) -> dict[str, Any]:
 # -- the jitted program -------------------------------------------------------------------------------------
 
 
-def _compile(
-    algorithm: Algorithm, config: TrainConfig, template: PyTree, terminal: Terminal, mesh: Mesh | None = None
+def _program(
+    algorithm: Algorithm, config: TrainConfig, template: PyTree, terminal: Terminal, mesh: Mesh | None
 ) -> Step:
+    """What does a chunk: one jitted program, or several that overlap."""
+    terminal.say(f"compiling for {_described(mesh)} ...")
+    begin = time.perf_counter()
+    if _overlaps(algorithm):
+        step = _compile_overlapped(algorithm, template)
+    else:
+        step = _compile(algorithm, config, template, mesh)
+    terminal.say(f"compiled in {time.perf_counter() - begin:.1f} s")
+    return step
+
+
+def _overlaps(algorithm: Algorithm) -> bool:
+    """Whether playing and learning run side by side."""
+    return getattr(algorithm.config, "overlap", 0) > 0
+
+
+def _check_overlap(algorithm: Algorithm, config: TrainConfig, devices: int) -> None:
+    """Refuse what cannot overlap: worlds on the accelerator, several seeds, iterations at a time, or devices."""
+    check_env(algorithm.env)
+    for name, count in (("seeds", config.seeds), ("chunk", config.chunk), ("devices", devices)):
+        if count > 1:
+            raise UserError(f"with overlap, {name} must be 1, got {count}")
+
+
+def _compile_overlapped(algorithm: Algorithm, template: PyTree) -> Step:
+    """Playing and learning side by side."""
+    assert isinstance(algorithm, Scared)
+    return Overlapped(algorithm, template, partial(judge, algorithm))
+
+
+def _compile(algorithm: Algorithm, config: TrainConfig, template: PyTree, mesh: Mesh | None) -> Step:
     """The jitted program; it reuses the memory of the state it is given."""
     is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)  # noqa: E731
     shapes, static = eqx.partition(template, is_shape)
@@ -430,15 +470,12 @@ def _compile(
 
         return jax.lax.scan(body, arrays, length=config.chunk)
 
-    begin = time.perf_counter()
-    terminal.say(f"compiling for {_described(mesh)} ...")
     options: dict[str, Any] = {"donate_argnums": 0}
     if mesh is not None:
         data, (held, whole) = placing.spread(data, mesh), (placing.sharding(mesh, n) for n in (config.seeds, 1))
         options |= {"in_shardings": (held, whole), "out_shardings": (held, whole)}
     with placing.using(mesh):
         compiled = jax.jit(chunk, **options).lower(shapes, data).compile()
-    terminal.say(f"compiled in {time.perf_counter() - begin:.1f} s")
 
     def step(state: PyTree) -> tuple[PyTree, dict[str, np.ndarray]]:
         arrays, metrics = compiled(eqx.filter(state, eqx.is_array), data)
@@ -448,6 +485,12 @@ def _compile(
         return eqx.combine(arrays, static), host
 
     return step
+
+
+def _close(step: Step | None) -> None:
+    """Stop what a step still does in the background."""
+    if isinstance(step, Overlapped):
+        step.close()
 
 
 def _described(mesh: Mesh | None) -> str:
@@ -461,13 +504,19 @@ def _described(mesh: Mesh | None) -> str:
 
 
 def _guarded(algorithm: Algorithm, state: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
-    """One update, undone when anything in it is not finite or the environment broke its contract (envs/faults.py).
+    """One update, undone if it must not count."""
+    return judge(algorithm, state, *algorithm.update(state))
 
-    Only the random key moves on.
+
+def judge(
+    algorithm: Algorithm, state: PyTree, new: PyTree, metrics: dict[str, jax.Array]
+) -> tuple[PyTree, dict[str, jax.Array]]:
+    """The new state; the old one if a number is not finite or the environment broke its contract (envs/faults.py).
+
+    Only the random key moves on, and the fields that the algorithm names in `moves_on`.
 
     This is inside the jitted program, so the old state needs no copy on the host and each seed is judged by itself.
     """
-    new, metrics = algorithm.update(state)
     required = getattr(algorithm, "metrics", METRICS)
     needed = (*required, "fault") if required is METRICS else required
     missing = [name for name in needed if name not in metrics]
@@ -482,6 +531,8 @@ def _guarded(algorithm: Algorithm, state: PyTree) -> tuple[PyTree, dict[str, jax
     arrays, static = eqx.partition(new, eqx.is_array)
     kept = jax.lax.cond(finite, lambda: arrays, lambda: eqx.filter(state, eqx.is_array))
     kept = eqx.tree_at(lambda s: s.key, eqx.combine(kept, static), new.key)
+    for name in getattr(algorithm, "moves_on", ()):
+        kept = dataclasses.replace(kept, **{name: getattr(new, name)})
     return kept, {**metrics, "rolled_back": ~finite, "fault": fault}
 
 
@@ -509,8 +560,8 @@ def _account(
 ) -> dict[str, np.ndarray]:
     """Move `status` on by one chunk; returns the chunk's metrics as [seed, ...], without its failures.
 
-    Physics on the host's cores and the accelerator take turns: `physics_share` is the cores' share of the time.
-    The accelerator acts and learns in the rest.
+    `physics_share` is the share of the time in which the host's cores moved worlds. Without overlap the accelerator
+    waits in that time, and acts and learns in the rest.
     """
     failed = values["rolled_back"].astype(bool)  # [chunk, seed]
     for now in failed:

@@ -18,7 +18,7 @@ import numpy as np
 from safeicrl.agents.api import Agent
 from safeicrl.budgets import Ranges, beside, is_over, ranges_of
 from safeicrl.devices import over_rows
-from safeicrl.envs.api import Env, Key, PyTree, Split, record, replace
+from safeicrl.envs.api import Env, Key, PyTree, Split, Step, record, replace
 from safeicrl.envs.faults import find_fault
 from safeicrl.errors import UserError
 from safeicrl.tokens import Token, first_token, next_token, usable_budget
@@ -83,8 +83,8 @@ def _running_sum(values: jax.Array, start: jax.Array, axis: int) -> jax.Array:
 
 
 @record
-class _Row:
-    """Scan carry of one row."""
+class Row:
+    """Where a row stands: the scan's carry."""
 
     state: PyTree
     token: Token
@@ -145,14 +145,14 @@ def run_trials(
     budgets = jnp.broadcast_to(budgets if budgets.ndim == len(whole) else budgets[:, :, None], whole)
     lengths = jnp.full((rows, queue), episodes) if lengths is None else lengths
     reset_key, scan_key = jax.random.split(key)
-    carry = jax.vmap(_enter, (None, 0, 0, 0))(env, tasks, budgets, jax.random.split(reset_key, rows))
+    carry = jax.vmap(enter, (None, 0, 0, 0))(env, tasks, budgets, jax.random.split(reset_key, rows))
     memory = agent.init(tasks, rows)
 
     def step(carry: tuple, key: Key) -> tuple:
         row, memory = carry
         act_key, env_key = jax.random.split(key)
         memory, action, extras = agent.act(memory, row.token, act_key)
-        advance = lambda r, a, t, b, n, k: _advance(env, r, a, t, b, n, k, queue)  # noqa: E731
+        advance = lambda r, a, t, b, n, k: _advance(env, r, a, t, b, n, k)  # noqa: E731
         row, played = jax.vmap(advance)(row, action, tasks, budgets, lengths, jax.random.split(env_key, rows))
         return (row, memory), replace(played, extras=extras)
 
@@ -178,26 +178,42 @@ def run_trials(
     return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), trials)
 
 
-def _enter(env: Env, tasks: PyTree, budgets: jax.Array, key: Key) -> _Row:
+def enter(env: Env, tasks: PyTree, budgets: jax.Array, key: Key) -> Row:
+    """A row at the first step of its first trial."""
     state, observation = env.reset(key, jax.tree.map(lambda x: x[0], tasks))
     token = first_token(env.spec, observation, budgets[0, 0])
-    return _Row(state=state, token=token, budget=budgets[0, 0], trial=jnp.int32(0), over=jnp.array(False))
+    return Row(state=state, token=token, budget=budgets[0, 0], trial=jnp.int32(0), over=jnp.array(False))
 
 
 def _advance(
     env: Env,
-    row: _Row,
+    row: Row,
     action: jax.Array,
     tasks: PyTree,
     budgets: jax.Array,
     lengths: jax.Array,
     key: Key,
-    queue: int,
-) -> tuple[_Row, Trials]:
-    """One step of one row: step the environment, then move on to the next episode or the next trial."""
+) -> tuple[Row, Trials]:
+    """One step of one row."""
     step_key, reset_key = jax.random.split(key)
     task = jax.tree.map(lambda x: x[row.trial], tasks)
     state, step = env.step(step_key, row.state, action, task)
+    return move_on(env, row, action, state, step, tasks, budgets, lengths, reset_key)
+
+
+def move_on(
+    env: Env,
+    row: Row,
+    action: jax.Array,
+    state: PyTree,
+    step: Step,
+    tasks: PyTree,
+    budgets: jax.Array,
+    lengths: jax.Array,
+    reset_key: Key,
+) -> tuple[Row, Trials]:
+    """The row at its next step, of the next episode or trial if one is due, and what was played in this one."""
+    queue = len(budgets)
     if jnp.shape(step.cost) != (expected := env.spec.cost_shape):
         names = ", ".join(env.spec.costs)
         raise UserError(f"steps must return costs of shape {expected} ({names}), got shape {jnp.shape(step.cost)}")
@@ -222,7 +238,7 @@ def _advance(
         observation = jnp.where(done, fresh_observation, step.observation)
     token = next_token(row.token, observation, action, step.reward, step.cost, done, budget)
     token = pick(trial_done, first_token(env.spec, observation, budget), token)
-    return _Row(state=state, token=token, budget=budget, trial=trial, over=over), played
+    return Row(state=state, token=token, budget=budget, trial=trial, over=over), played
 
 
 @record

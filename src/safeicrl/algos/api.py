@@ -22,7 +22,8 @@ class Algorithm(Protocol):
 
     The train state is a pytree whose array leaves are everything that changes (parameters, optimiser,
     multiplier, normalisers, replay, step counters) and which has a field `key`. Its floating-point leaves are
-    always finite: an iteration that breaks this is rolled back, except for its key.
+    always finite: an iteration that breaks this is rolled back, except for its key and the fields named in the
+    attribute `moves_on`, if there is one.
     """
 
     @property

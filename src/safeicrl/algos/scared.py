@@ -39,6 +39,9 @@ class ScaredConfig:
     episodes: int | None = None  # K; None: the environment's
     steps: int | None = None  # tokens in a row; None: a whole trial's worth
     segments: int = 6  # stages in which the KV cache grows while acting
+    # groups of rows that play on the host's cores side by side, while the learner learns from the rows before: the
+    # policy that plays is then one iteration old; 0: play and learn in turn
+    overlap: int = 0
     budget_power: float = 1.5  # budgets are low + (high − low) u^power: above 1, small ones are practised more
     risk: float = 0.03  # chance of breaking the budget that the guard tolerates (net.guard)
     first_risk: float | None = None  # at the start of the run, see `tolerated_risk`; None: `risk` from the start
@@ -56,6 +59,10 @@ class ScaredConfig:
         for name in ("episodes", "steps"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)
+        if check_integer("overlap", self.overlap, 0) and self.rows % self.overlap:
+            raise UserError(f"rows must be a multiple of overlap, got {self.rows} and {self.overlap}")
+        if self.overlap and self.optimiser != "ppo":
+            raise UserError(f"overlap is for ppo, got the optimiser {self.optimiser!r}; use 0")
         check_number("budget_power", self.budget_power, 0.0, strict=True)
         for name in ("spent", "overtime"):
             if check_number(name, getattr(self, name), 0.0) > 1:
@@ -78,6 +85,16 @@ class ScaredConfig:
 
 
 @record
+class Part:
+    """Rows that are played together, as `run_trials` takes them."""
+
+    tasks: PyTree  # [row, queue]
+    budgets: jax.Array  # [row, queue, episode]
+    lengths: jax.Array  # [row, queue] int, episodes of each trial
+    key: Key
+
+
+@record
 class ScaredState:
     """Everything that changes in training."""
 
@@ -85,10 +102,13 @@ class ScaredState:
     multiplier: jax.Array  # [] λ, or [episode] in the naive ablation
     iteration: jax.Array  # []
     key: Key
+    player: PolicyNet | None = None  # what plays the next rows, if that is not the newest policy (`overlap`)
 
 
 class Scared:
     """The algorithm, as the trainer sees it."""
+
+    moves_on = ("player",)  # also when an iteration is undone: its successor is being played already
 
     def __init__(self, env: Env, config: ScaredConfig):
         self.env, self.config = env, config
@@ -118,8 +138,10 @@ class Scared:
         """A new state."""
         net_key, key = jax.random.split(key)
         shape = () if self.config.penalty.dual == "exact" else (self.episodes,)
+        optimiser = self.optimiser.init(net_key)
         return ScaredState(
-            optimiser=self.optimiser.init(net_key),
+            optimiser=optimiser,
+            player=self.follower(optimiser),
             multiplier=jnp.full(shape, self.config.penalty.initial, jnp.float32),
             iteration=jnp.int32(0),
             key=key,
@@ -127,13 +149,16 @@ class Scared:
 
     def start_from(self, state: ScaredState, other: ScaredState) -> ScaredState:
         """A new run's state with another run's networks."""
-        return replace(state, optimiser=self.optimiser.start_from(state.optimiser, other.optimiser))
+        return self._begin_with(state, self.optimiser.start_from(state.optimiser, other.optimiser))
 
     def start_with(self, state: ScaredState, agent: Agent) -> ScaredState:
         """A new run's state with a released policy; its critics, and everything else, are new."""
         if not isinstance(agent, InContextAgent):
             raise UserError(f"scared starts with policies of kind 'net', not with a {type(agent).__name__}")
-        return replace(state, optimiser=self.optimiser.start_with(state.optimiser, agent.net))
+        return self._begin_with(state, self.optimiser.start_with(state.optimiser, agent.net))
+
+    def _begin_with(self, state: ScaredState, optimiser: PyTree) -> ScaredState:
+        return replace(state, optimiser=optimiser, player=self.follower(optimiser))
 
     def agent(self, state: ScaredState) -> Agent:
         """The policy, sampled as in training."""
@@ -152,38 +177,67 @@ class Scared:
         learned = {"algo.ppo.minibatch": config.ppo.minibatch} if ppo else {"algo.ddpg.batch": config.ddpg.batch}
         return {"algo.rows": config.rows, **learned}
 
+    def follower(self, optimiser: PyTree) -> PolicyNet | None:
+        """The policy that plays while the next update runs; None where it plays after it."""
+        return optimiser.net.policy if self.config.overlap else None
+
     def update(self, state: ScaredState) -> tuple[ScaredState, dict[str, jax.Array]]:
         """One iteration of Eq. 6."""
-        key, task_key, play_key, learn_key = jax.random.split(state.key, 4)
+        _, task_key, play_key, _ = self.keys(state.key)
         tasks, budgets = self.draw(task_key)
-        progress = jnp.clip(state.iteration / self.config.iterations, 0.0, 1.0)
-        trials = self.play(self.explorer(state, progress), tasks, budgets, play_key)
+        trials = self.play(self.explorer(state, self.progress(state)), tasks, budgets, play_key)
+        return self.learn(state, tasks, trials)
+
+    def learn(self, state: ScaredState, tasks: PyTree, trials: Trials) -> tuple[ScaredState, dict[str, jax.Array]]:
+        """Move λ and improve the policy on what was played."""
+        multiplier, metrics = self.move(state, trials)
+        optimiser, own = self.optimiser.update(
+            state.optimiser, trials, tasks, self.per_episode(multiplier), state.iteration, self.keys(state.key)[3]
+        )
+        return self.end(state, multiplier, optimiser), own | metrics
+
+    def keys(self, key: Key) -> Key:
+        """An iteration's keys: the next iteration's, for tasks, for playing, for learning."""
+        return jax.random.split(key, 4)
+
+    def move(self, state: ScaredState, trials: Trials) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The new λ, and what to report about the trials."""
         played = episode_sums(trials, self.episodes, self.config.queue)
         fresh = without_overspent(played)
         multiplier = update_multiplier(
-            state.multiplier, self.judged(state, fresh), self.edges, self.config.penalty, progress
+            state.multiplier, self.judged(state, fresh), self.edges, self.config.penalty, self.progress(state)
         )
-        per_episode = jnp.broadcast_to(multiplier, (self.episodes,))
-        optimiser, metrics = self.optimiser.update(
-            state.optimiser, trials, tasks, per_episode, state.iteration, learn_key
-        )
-        metrics |= summary(played, self.env.spec.costs) | {
+        return multiplier, summary(played, self.env.spec.costs) | {
             "env_steps": trials.valid.sum(),
             "lambda": multiplier.max(),
             "over_budget_by_bin": over_by_bin(fresh, self.edges),
             "fault": first_fault(trials),
         }
-        state = ScaredState(optimiser=optimiser, multiplier=multiplier, iteration=state.iteration + 1, key=key)
-        return state, metrics
+
+    def per_episode(self, multiplier: jax.Array) -> jax.Array:
+        """λ of each episode of a trial, [episode]."""
+        return jnp.broadcast_to(multiplier, (self.episodes,))
+
+    def end(self, state: ScaredState, multiplier: jax.Array, optimiser: PyTree) -> ScaredState:
+        """The state after an iteration."""
+        return ScaredState(
+            optimiser=optimiser, multiplier=multiplier, iteration=state.iteration + 1, key=self.keys(state.key)[0],
+            player=self.follower(state.optimiser),
+        )  # fmt: skip
+
+    def progress(self, state: ScaredState) -> jax.Array:
+        """Share of the planned iterations that are done, []."""
+        return jnp.clip(state.iteration / self.config.iterations, 0.0, 1.0)
 
     def explorer(self, state: ScaredState, progress: jax.Array) -> InContextAgent:
         """The policy that plays in training, with the risk that its guard tolerates by now."""
         explorer = self.optimiser.explorer(state.optimiser)
+        if state.player is not None:
+            explorer = dataclasses.replace(explorer, net=state.player)
         if self.config.first_risk is None or explorer.risk is None:
             return explorer
-        return dataclasses.replace(
-            explorer, risk=tolerated_risk(self.config.first_risk, self.config.risk, progress)
-        )
+        risk = tolerated_risk(self.config.first_risk, self.config.risk, progress)
+        return dataclasses.replace(explorer, risk=risk)
 
     def judged(self, state: ScaredState, fresh: Episodes) -> Episodes:
         """The episodes that move λ: those just played, or these and all that replay still holds."""
@@ -194,16 +248,34 @@ class Scared:
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), old, fresh)
 
     def play(self, agent: Agent, tasks: PyTree, budgets: jax.Array, key: Key) -> Trials:
-        """One iteration's rows of trials.
+        """One iteration's rows of trials."""
+        sizes = {"episodes": self.episodes, "steps": self.steps, "segments": self.config.segments}
+        parts = [
+            run_trials(self.env, agent, part.tasks, part.budgets, part.key, lengths=part.lengths, **sizes)
+            for part in self.parts(tasks, budgets, key)
+        ]
+        return join(parts)
 
-        Some may go into overtime: a deployed policy does not stop at K, so training shows it what lies beyond.
+    def parts(self, tasks: PyTree, budgets: jax.Array, key: Key) -> list[Part]:
+        """The groups in which an iteration's rows are played: one, or `overlap`.
+
+        Some trials may go into overtime: a deployed policy does not stop at K, so training shows it what lies
+        beyond.
         """
         long = jax.random.bernoulli(jax.random.fold_in(key, 1), self.config.overtime, budgets.shape[:2])
-        return run_trials(
-            self.env, agent, tasks, budgets, key,
-            episodes=self.episodes, steps=self.steps, segments=self.config.segments,
-            lengths=jnp.where(long, self.episodes, self.usual),
-        )  # fmt: skip
+        lengths = jnp.where(long, self.episodes, self.usual)
+        if not self.config.overlap:
+            return [Part(tasks=tasks, budgets=budgets, lengths=lengths, key=key)]
+        keys = jax.random.split(key, self.config.overlap)
+        size = len(budgets) // self.config.overlap
+
+        def part(index: int) -> Part:
+            rows = lambda x: x[index * size : (index + 1) * size]  # noqa: E731
+            return Part(
+                tasks=jax.tree.map(rows, tasks), budgets=rows(budgets), lengths=rows(lengths), key=keys[index]
+            )
+
+        return [part(index) for index in range(self.config.overlap)]
 
     def draw(self, key: Key) -> tuple[PyTree, jax.Array]:
         """Training tasks [row, queue] and the budgets of their episodes, [row, queue, episode].
@@ -222,6 +294,11 @@ class Scared:
         each = (*shape, self.episodes, *self.env.spec.cost_shape)
         spent = jax.random.bernoulli(spent_key, self.config.spent, each)
         return tasks, jnp.where(spent, -jax.random.uniform(size_key, each, maxval=high / 2), budgets)
+
+
+def join(parts: Sequence[Trials]) -> Trials:
+    """All rows of the parts."""
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *parts) if len(parts) > 1 else parts[0]
 
 
 def tolerated_risk(first: float, last: float, progress: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ import numpy as np
 from safeicrl.envs import spawn
 from safeicrl.envs.api import EnvSpec, Key, Split, Step, check_split, record
 from safeicrl.envs.mujoco import models, physics
-from safeicrl.envs.mujoco.physics import Job, RobotState
+from safeicrl.envs.mujoco.physics import Job, Motion, RobotState
 from safeicrl.envs.spaces import Box
 from safeicrl.errors import UserError, check_integer, check_number, check_range
 
@@ -143,7 +143,15 @@ class SafeDarkMujoco:
 
     def step(self, key: Key, state: RobotState, action: jax.Array, task: Arena) -> tuple[RobotState, Step]:
         """Repeat `action`, clipped to ±1, for `macro_steps` simulation steps or until the goal."""
-        motion = physics.step(self.job, state.physics, jnp.clip(action, -1.0, 1.0))
+        motion = physics.step(self.job, state.physics, self.control(action))
+        return self.after(state, action, motion, task)
+
+    def control(self, action: jax.Array) -> jax.Array:
+        """The action, clipped to ±1."""
+        return jnp.clip(action, -1.0, 1.0)
+
+    def after(self, state: RobotState, action: jax.Array, motion: Motion, task: Arena) -> tuple[RobotState, Step]:
+        """What the motion of one step led to, until the goal."""
         position = motion.states.qpos[:, :2]  # [macro, 2]
         at_goal = jnp.linalg.norm(position - task.goal, axis=-1) <= GOAL_RADIUS
         to_hazards = jnp.linalg.norm(position[:, None] - task.hazards, axis=-1)  # [macro, hazards]

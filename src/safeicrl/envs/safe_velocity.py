@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from safeicrl.envs.api import EnvSpec, Key, Split, Step, check_split, record
 from safeicrl.envs.mujoco import models, physics
-from safeicrl.envs.mujoco.physics import Job, PhysicsState, RobotState
+from safeicrl.envs.mujoco.physics import Job, Motion, PhysicsState, RobotState
 from safeicrl.envs.spaces import Box
 from safeicrl.errors import check_integer, check_number, check_range
 
@@ -113,8 +113,18 @@ class SafeVelocity:
 
     def step(self, key: Key, state: RobotState, action: jax.Array, task: SpeedLimit) -> tuple[RobotState, Step]:
         """Five physics steps under `action`, clipped to ±1."""
-        action = jnp.clip(action, -1.0, 1.0)
-        motion = physics.step(self.job, state.physics, action)
+        motion = physics.step(self.job, state.physics, self.control(action))
+        return self.after(state, action, motion, task)
+
+    def control(self, action: jax.Array) -> jax.Array:
+        """The action, clipped to ±1."""
+        return jnp.clip(action, -1.0, 1.0)
+
+    def after(
+        self, state: RobotState, action: jax.Array, motion: Motion, task: SpeedLimit
+    ) -> tuple[RobotState, Step]:
+        """What the motion of one step led to."""
+        action = self.control(action)
         new, failed = jax.tree.map(lambda x: x[0], (motion.states, motion.failed))
         forward, speed = self._velocity(state.physics, new)
         reward = forward + self.alive_bonus - self.control_cost * jnp.square(action).sum()

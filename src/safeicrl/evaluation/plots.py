@@ -51,7 +51,8 @@ CORNER = 6  # size of the letters below a figure
 def by_episode(groups: Groups) -> Figure:
     """The paper's question (i): episode return and cost against the episode's index."""
     figure, axes = _figure(1, 2, (8.4, 3.2))
-    for axis, name, title in zip(axes, ("returns", "costs"), ("episode return", "episode cost"), strict=True):
+    titles = ("episode return", f"episode {_cost_of(groups)}")
+    for axis, name, title in zip(axes, ("returns", "costs"), titles, strict=True):
         lines = []
         for label, colour, style, seeds in _styled(groups):
             curves = [(getattr(result, name), result.task) for result in seeds]  # [seed][trial, episode]
@@ -71,7 +72,7 @@ def by_budget(groups: Groups, bins: int | None = None) -> Figure:
     figure, axes = _figure(1, 2, (8.4, 3.2))
     measures = (
         ("total return", lambda result: result.returns.sum(axis=1)),
-        ("largest episode cost", lambda result: result.costs.max(axis=1)),
+        (f"largest episode {_cost_of(groups)}", lambda result: result.costs.max(axis=1)),
     )
     for axis, (title, measure) in zip(axes, measures, strict=True):
         lines = []
@@ -80,7 +81,7 @@ def by_budget(groups: Groups, bins: int | None = None) -> Figure:
             x = _centres(seeds[0], parts)
             mean, error = _band([_binned(result, measure(result), parts) for result in seeds])
             lines.append((label, colour, _draw(axis, x, mean, error, colour, style)))
-        axis.set(title=title, xlabel="budget δ")
+        axis.set(title=title, xlabel=_budget_label(groups))
         if axis is axes[1]:
             low, high = next(iter(groups.values()))[0].budget_range
             axis.plot([low, high], [low, high], color="#bb0000", linewidth=1, linestyle=":")
@@ -109,7 +110,7 @@ def over_budget(groups: Groups, bins: int | None = None) -> Figure:
         binned = [_binned(result, s.mean(axis=1), parts) for result, s in zip(seeds, shares, strict=True)]
         mean, error = _band(binned)
         by_delta.append((label, colour, _draw(axes[1], _centres(seeds[0], parts), mean, error, colour, style)))
-    for axis, lines, label in ((axes[0], by_index, "episode"), (axes[1], by_delta, "budget δ")):
+    for axis, lines, label in ((axes[0], by_index, "episode"), (axes[1], by_delta, _budget_label(groups))):
         axis.set(title="share of episodes over budget", xlabel=label)
         axis.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(xmax=1))
         axis.set_ylim(bottom=0)
@@ -124,7 +125,7 @@ def profiles(groups: Groups) -> Figure:
     figure, axes = _figure(1, 2, (8.4, 3.2))
     measures = (
         ("share of trials with a higher total return", "total return", MEASURES["total return"][0]),
-        ("share of trials with a larger excess", "worst episode's cost − budget", worst_excess),
+        ("share of trials with a larger excess", f"worst episode's {_cost_of(groups)} − budget", worst_excess),
     )
     for axis, (title, name, measure) in zip(axes, measures, strict=True):
         every = np.concatenate([measure(result) for seeds in groups.values() for result in seeds])
@@ -268,6 +269,17 @@ def _styled(groups: Groups, any_cost: bool = False) -> list[tuple[str, str, str,
             styled.append((label, PALETTE[used % len(PALETTE)], "-", seeds))
             used += 1
     return styled
+
+
+def _cost_of(groups: Groups) -> str:
+    """The name of the cost that a figure shows."""
+    return next((seeds[0].cost_names[0] for seeds in groups.values()), "cost")
+
+
+def _budget_label(groups: Groups) -> str:
+    """Of an axis of budgets: with several costs, which one's."""
+    name = _cost_of(groups)
+    return "budget δ" if name == "cost" else f"budget δ of {name}"
 
 
 def _set_base(axis: Axes) -> None:

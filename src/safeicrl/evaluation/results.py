@@ -62,7 +62,7 @@ class Results:
 
     @property
     def cost_names(self) -> tuple[str, ...]:
-        """The names of the costs; a single one is called "cost"."""
+        """The names of the costs; the only one of an environment is called "cost"."""
         return tuple(self.meta.get("costs") or ("cost",))
 
     @property
@@ -92,7 +92,7 @@ class Results:
             return {self.cost_names[0]: self}
         found = {}
         for index, (name, own) in enumerate(zip(self.cost_names, self.budget_range, strict=True)):
-            meta = {key: value for key, value in self.meta.items() if key != "costs"} | {"budget_range": list(own)}
+            meta = self.meta | {"costs": [name], "budget_range": list(own)}
             costs, budgets = self.costs[..., index], self.budgets[:, index]
             found[name] = replace(self, costs=costs, budgets=budgets, meta=meta)
         return found

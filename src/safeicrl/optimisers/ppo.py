@@ -90,6 +90,14 @@ class Batch(NamedTuple):
     multiplier: jax.Array  # [row, time], λ of each step's episode
 
 
+class Work(NamedTuple):
+    """An update's minibatches."""
+
+    batch: Batch  # all rows
+    order: jax.Array  # [minibatch, row] int, the rows of each
+    entropy: jax.Array  # [] its weight
+
+
 class PPO:
     """The optimiser; pure functions of its state."""
 
@@ -156,34 +164,43 @@ class PPO:
         self, state: PPOState, trials: Trials, tasks: PyTree, multiplier: jax.Array, iteration: jax.Array, key: Key
     ) -> tuple[PPOState, dict[str, jax.Array]]:
         """Improve L_Σ at the multipliers ([episode]) on freshly played trials."""
+        work = self.begin(trials, tasks, multiplier, iteration, key)
+        arrays, static = eqx.partition(state, eqx.is_array)
+
+        def body(arrays: PyTree, rows: jax.Array) -> tuple[PyTree, dict[str, jax.Array]]:
+            state, metrics = self.minibatch(eqx.combine(arrays, static), work, rows)
+            return eqx.filter(state, eqx.is_array), metrics
+
+        arrays, metrics = jax.lax.scan(body, arrays, work.order)
+        return self.end(eqx.combine(arrays, static), jax.tree.map(lambda x: x.mean(0), metrics), iteration)
+
+    def begin(self, trials: Trials, tasks: PyTree, multiplier: jax.Array, iteration: jax.Array, key: Key) -> Work:
+        """What an update has to do."""
         progress = jnp.clip(iteration / self.iterations, 0.0, 1.0)
         entropy = self.config.entropy[0] + progress * (self.config.entropy[1] - self.config.entropy[0])
         features = jax.vmap(jax.vmap(self.env.task_features))(tasks)  # [row, queue, feature]
         batch = Batch(trials=trials, task=features, multiplier=multiplier[trials.token.episode])
         batch = everywhere(batch)  # one exchange; a minibatch would need one each, its rows are of all devices
-        params, static = eqx.partition(state.net, eqx.is_array)
-
-        def minibatch(carry: tuple, rows: jax.Array) -> tuple:
-            params, optimiser, scale = carry
-            part = over_rows(jax.tree.map(lambda x: x[rows], batch))
-            loss = lambda p: self.loss(eqx.combine(p, static), part, scale, entropy)  # noqa: E731
-            grads, (new_scale, metrics) = jax.grad(loss, has_aux=True)(params)
-            updates, optimiser = self.optimiser.update(grads, optimiser, params)
-            metrics["grad_norm"] = optax.tree.norm(grads)
-            params = _in_new_units(optax.apply_updates(params, updates), scale / new_scale)
-            return (params, optimiser, new_scale), metrics
-
         order = jax.vmap(lambda k: jax.random.permutation(k, self.rows))(jax.random.split(key, self.config.epochs))
-        order = order.reshape(-1, self.config.minibatch)
-        carry = (params, state.optimiser, state.scale)
-        (params, optimiser, scale), metrics = jax.lax.scan(minibatch, carry, order)  # type: ignore[var-annotated]
-        net = eqx.combine(params, static)
-        average = self._average(state.average, net.policy, iteration)
-        state = PPOState(net=net, optimiser=optimiser, scale=scale, average=average)
-        return state, jax.tree.map(lambda x: x.mean(0), metrics) | {
-            "reward_scale": scale[0],
-            "cost_scale": scale[1],
-        }
+        return Work(batch=batch, order=order.reshape(-1, self.config.minibatch), entropy=entropy)
+
+    def minibatch(self, state: PPOState, work: Work, rows: jax.Array) -> tuple[PPOState, dict[str, jax.Array]]:
+        """One gradient step on these rows of the batch."""
+        params, static = eqx.partition(state.net, eqx.is_array)
+        part = over_rows(jax.tree.map(lambda x: x[rows], work.batch))
+        loss = lambda p: self.loss(eqx.combine(p, static), part, state.scale, work.entropy)  # noqa: E731
+        grads, (scale, metrics) = jax.grad(loss, has_aux=True)(params)
+        updates, optimiser = self.optimiser.update(grads, state.optimiser, params)
+        metrics["grad_norm"] = optax.tree.norm(grads)
+        params = _in_new_units(optax.apply_updates(params, updates), state.scale / scale)
+        return replace(state, net=eqx.combine(params, static), optimiser=optimiser, scale=scale), metrics
+
+    def end(
+        self, state: PPOState, metrics: dict[str, jax.Array], iteration: jax.Array
+    ) -> tuple[PPOState, dict[str, jax.Array]]:
+        """The state after the last minibatch, with what to report: `metrics` are means over the minibatches."""
+        state = replace(state, average=self._average(state.average, state.net.policy, iteration))
+        return state, metrics | {"reward_scale": state.scale[0], "cost_scale": state.scale[1]}
 
     def _average(self, average: PolicyNet | None, policy: PolicyNet, iteration: jax.Array) -> PolicyNet | None:
         """The running average with one policy more. Early on it forgets faster: policies still change a lot."""

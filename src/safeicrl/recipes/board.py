@@ -14,9 +14,9 @@ from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from safeicrl.evaluation.sweeps import SweptRun
-from safeicrl.evaluation.tables import as_text
 from safeicrl.files import LOCK, parse_json
 
 MOST_ROWS = 24  # of the table; in a larger sweep those that are waiting or finished are only counted
@@ -72,8 +72,9 @@ class Board:
         crowded = len(self.runs) > MOST_ROWS
         for name, run in self.runs.items():
             if not crowded or states[name] in ("running", "failed"):
-                state = f"[{STYLES.get(states[name], 'dim')}]{states[name]}"
-                table.add_row(as_text(name), state, *_numbers(run.folder, self.planned.get(name)))
+                # no markup: `say` draws the table without it
+                state = Text(states[name], style=STYLES.get(states[name], "dim"))
+                table.add_row(Text(name), state, *_numbers(run.folder, self.planned.get(name)))
         return table
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # its modules import JAX, which a worker does only once its d
     from safeicrl.recipes.recipe import Recipe
 
 LONGEST = 200  # bytes of a folder's name; file systems take 255
+TOGETHER = ("distributed", "coordinator", "processes", "process", "join-timeout")  # options of several processes
 KEY = re.compile(r"[A-Za-z][\w.-]*")
 Grid = dict[str, tuple[str, ...]]  # setting → its values, as on the command line of `safeicrl train`
 
@@ -97,10 +98,13 @@ def make_plan(
     resolve: Callable[[list[str]], "Recipe"],
 ) -> Plan:
     """All runs of the grid; `resolve` turns options of `safeicrl train` into a recipe, or refuses them."""
-    for word in settings:
-        if word.split("=")[0] == "--resume":
-            raise UserError("a sweep resumes its runs by itself: repeat its command, with the same --out")
     grid = parse_grid(texts)
+    given = [word.split("=")[0].removeprefix("--").replace("_", "-") for word in settings if word.startswith("--")]
+    if "resume" in given:
+        raise UserError("a sweep resumes its runs by itself: repeat its command, with the same --out")
+    for name in (*given, *grid):
+        if name in TOGETHER:
+            raise UserError(f"a run of a sweep is one process: leave out {name}")
     short = _short_keys(list(grid))
     runs: list[Run] = []
     names: list[str] = []  # of recipes

@@ -176,7 +176,8 @@ def perform(task: Task, command: Command) -> dict[str, Any]:
 def _train(task: Task, command: Command) -> int:
     """Train, then evaluate, with all that is printed in the log; returns the first exit code that is not 0."""
     folder, out = str(task.folder), str(task.folder / "evaluation")
-    steps = [["train", "--resume", folder] if _begun(task.folder) else ["train", *task.words, "--out", folder]]
+    go_on = ["train", *_devices(task.words), "--resume", folder]
+    steps = [go_on if _begun(task.folder) else ["train", *task.words, "--out", folder]]
     if task.evaluate is not None:
         steps.append(["evaluate", folder, "--tasks", str(task.evaluate), "--label", task.label, "--out", out])
     code = 0
@@ -189,6 +190,14 @@ def _train(task: Task, command: Command) -> int:
         for words in steps:
             code = code or _call(command, words, task.imports)
     return code
+
+
+def _devices(words: tuple[str, ...]) -> tuple[str, ...]:
+    """The option --devices among `words`: no part of the experiment, so a run's folder does not say it."""
+    for index, word in enumerate(words):
+        if word.split("=")[0] == "--devices":
+            return words[index : index + (1 if "=" in word else 2)]
+    return ()
 
 
 def _call(command: Command, words: list[str], imports: tuple[str, ...]) -> int:

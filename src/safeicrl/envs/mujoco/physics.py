@@ -12,18 +12,18 @@ held in its last good state and flagged; the others go on.
 import functools
 import os
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from safeicrl.busy import BusyClock
 from safeicrl.devices import on_each
-from safeicrl.envs.api import record, replace
+from safeicrl.envs.api import PyTree, Step, record, replace
 from safeicrl.envs.mujoco import models
 from safeicrl.envs.mujoco.planar import EXACT, PLANAR
 from safeicrl.errors import UserError, check_integer, unknown_name
@@ -139,7 +139,7 @@ def _batched(job: Job) -> Callable[[PhysicsState, jax.Array], Motion]:
 
 _failures = 0
 _threads = 0
-_seconds = 0.0
+_moving = BusyClock()
 
 
 def failures() -> int:
@@ -152,7 +152,8 @@ def _report(failed: np.ndarray) -> None:
     global _failures
     count = int(failed.sum())
     if count:
-        _failures += count
+        with _lock:
+            _failures += count
         warnings.warn(
             f"{count} of {failed.size} MuJoCo worlds diverged; their episodes ended and the others go on "
             f"({_failures} so far)",
@@ -173,8 +174,8 @@ def threads() -> int:
 
 
 def seconds() -> float:
-    """Wall time that engines `c` and `euler` have spent moving worlds in this process, while JAX waited for it."""
-    return _seconds
+    """Wall time in which engines `c` and `euler` were moving worlds in this process."""
+    return _moving.seconds
 
 
 # ------------------------------------------------------------------------------------------- engine: C MuJoCo
@@ -183,11 +184,33 @@ def seconds() -> float:
 _lock = threading.Lock()  # JAX may call back from several threads; a Batch serves one at a time
 
 
+def pack(state: PhysicsState, ctrl: jax.Array) -> jax.Array:
+    """States and controls of [worlds] as one array, [worlds, state and ctrl]."""
+    return jnp.concatenate([state.qpos, state.qvel, state.warmstart, state.anchor, ctrl], axis=-1)
+
+
+def unpack(robot: str, packed: jax.Array) -> Motion:
+    """What the engine made of them, [worlds, repeats, state and failed]."""
+    qpos, qvel, warmstart, anchor, failed = jnp.split(packed, _ends(robot), axis=-1)
+    states = PhysicsState(qpos=qpos, qvel=qvel, warmstart=warmstart, anchor=anchor)
+    return Motion(states=states, failed=failed[..., 0] > 0)
+
+
+def state_size(robot: str) -> int:
+    """Numbers in a packed state."""
+    return _ends(robot)[-1]
+
+
+def _ends(robot: str) -> list[int]:
+    """Where the packed fields of a state end."""
+    model = models.load(robot)
+    return np.cumsum([model.nq, model.nv, model.nv, 2]).tolist()
+
+
 def _advance_c(job: Job, state: PhysicsState, ctrl: jax.Array, euler: bool = False) -> Motion:
     # One array in and one out: JAX spends about 0.15 ms on each that crosses to the host. They cross as bits,
     # because the callback's thread does not know of a `with jax.enable_x64()` here and would round doubles.
-    fields = (state.qpos, state.qvel, state.warmstart, state.anchor)
-    packed = jnp.concatenate([*fields, ctrl], axis=-1)
+    packed = pack(state, ctrl)
     dtype, width = packed.dtype, packed.shape[1] - ctrl.shape[1]
     words = (dtype.itemsize // 4,) * (dtype.itemsize > 4)  # a double is two 32-bit words, on an axis of their own
     host = functools.partial(_advance_bits, job, euler, np.dtype(dtype))
@@ -197,11 +220,7 @@ def _advance_c(job: Job, state: PhysicsState, ctrl: jax.Array, euler: bool = Fal
         return jax.pure_callback(host, shape, bits)
 
     packed = on_each(call, jax.lax.bitcast_convert_type(packed, jnp.uint32))
-    packed = jax.lax.bitcast_convert_type(packed, dtype)
-    ends = np.cumsum([field.shape[1] for field in fields])
-    qpos, qvel, warmstart, anchor, failed = jnp.split(packed, ends, axis=-1)
-    states = PhysicsState(qpos=qpos, qvel=qvel, warmstart=warmstart, anchor=anchor)
-    return Motion(states=states, failed=failed[..., 0] > 0)
+    return unpack(job.robot, jax.lax.bitcast_convert_type(packed, dtype))
 
 
 def _advance_bits(job: Job, euler: bool, dtype: np.dtype, bits: jax.Array) -> np.ndarray:
@@ -213,11 +232,8 @@ def _advance_bits(job: Job, euler: bool, dtype: np.dtype, bits: jax.Array) -> np
 
 def _advance_host(job: Job, euler: bool, packed: np.ndarray) -> np.ndarray:
     """[worlds, state and ctrl] → [worlds, repeats, state and failed]."""
-    global _seconds
-    with _lock:  # the waiting for it is not counted: the seconds of several threads never overlap
-        begin = time.perf_counter()
+    with _lock, _moving:  # the waiting for the lock is not counted
         out = _worlds(job.robot, euler, len(packed), threads()).advance(job, packed)
-        _seconds += time.perf_counter() - begin
     _report(out[:, -1, -1] > 0)
     return out
 
@@ -235,7 +251,7 @@ class _Worlds:
         self.qpos, self.qvel, self.ctrl = (self.batch.bind(name) for name in ("qpos", "qvel", "ctrl"))
         self.warmstart = self.batch.bind("qacc_warmstart")
         self.anchor = (self.batch.bind("xpos")[:, 1] if models.uses_rk4(self.model) else self.qpos)[:, :2]
-        self.ends = np.cumsum([self.model.nq, self.model.nv, self.model.nv, 2]).tolist()  # of packed fields
+        self.ends = _ends(robot)
 
     def advance(self, job: Job, packed: np.ndarray) -> np.ndarray:
         """What `_advance_host` returns."""
@@ -272,6 +288,45 @@ class _Worlds:
 
 
 _worlds = functools.lru_cache(maxsize=8)(_Worlds)
+
+
+class Moved(Protocol):
+    """An environment whose step is `physics.step` with something before it and after it.
+
+    That is, `after(state, action, physics.step(job, state.physics, control(action)), task)`. Whoever drives the
+    physics from the host calls the parts.
+    """
+
+    @property
+    def job(self) -> Job:
+        """The physics of one step."""
+        ...
+
+    def control(self, action: jax.Array) -> jax.Array:
+        """What the motors are told, [nu]."""
+        ...
+
+    def after(self, state: RobotState, action: jax.Array, motion: Motion, task: PyTree) -> tuple[RobotState, Step]:
+        """What the motion of one step led to."""
+        ...
+
+
+class HostWorlds:
+    """Worlds of engine `c` or `euler` that are driven from the host, without a callback.
+
+    Each has a batch and threads of its own, so several may move at the same time, each called by one thread.
+    """
+
+    def __init__(self, job: Job, count: int) -> None:
+        self.job = job
+        self.worlds = _Worlds(job.robot, resolve_engine(job) == "euler", count, threads())
+
+    def advance(self, packed: np.ndarray) -> np.ndarray:
+        """[worlds, state and ctrl] of `pack` → [worlds, repeats, state and failed], for `unpack`."""
+        with _moving:
+            out = self.worlds.advance(self.job, packed)
+        _report(out[:, -1, -1] > 0)
+        return out
 
 
 def _sound(values: np.ndarray) -> np.ndarray:

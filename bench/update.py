@@ -1,0 +1,234 @@
+"""Ways to make the learner's update faster: attention kernels, rows per update, compiler options.
+
+python bench/update.py --out results/bench_update_ways_h200.json
+
+All programs are compiled side by side, then timed one after the other. Each attention is also compared with the
+plain one, output and gradients. A way that this machine or version cannot do is reported and left out.
+"""
+
+import argparse
+import functools
+import gzip
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from common import fastest, provenance
+from rich.console import Console
+from rich.table import Table
+from trials import ENV, EPOCHS, prepare
+
+from safeicrl.files import write_json
+from safeicrl.nets import attention
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, int], jax.Array]
+GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
+
+
+def attend_pallas(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    trial: jax.Array,
+    window: int,
+    *,
+    blocks: tuple[int, int],
+    warps: int = 4,
+) -> jax.Array:
+    """JAX's flash attention in Triton: heads padded to 16 dimensions, trials as segments."""
+    from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
+
+    steps, dim = q.shape[1], q.shape[-1]
+    if window < steps:
+        raise NotImplementedError("a window")
+    forward, backward = blocks
+    more = -steps % max(blocks)  # both are powers of two
+    wide = ((0, 0), (0, more), (0, 0), (0, max(16 - dim, 0)))
+    sizes = BlockSizes(
+        block_q=forward, block_k=forward, block_q_dkv=backward, block_kv_dkv=backward, block_q_dq=backward,
+        block_kv_dq=backward,
+    )  # fmt: skip
+    segment = jnp.pad(trial, ((0, 0), (0, more)), constant_values=-1)
+    q, k, v = (jnp.pad(x, wide) for x in (q, k, v))
+    interpret = jax.default_backend() == "cpu"
+    out = mha(
+        q, k, v, segment, sm_scale=dim**-0.5, causal=True, block_sizes=sizes, num_warps=warps, interpret=interpret
+    )
+    return out[:, :steps, :, :dim]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to compute an update."""
+
+    name: str
+    attend: Attend | None = None  # instead of the present one
+    rows: int = 32
+    options: tuple[tuple[str, Any], ...] = ()  # of the compiler
+
+
+def ways(rows: int) -> list[Way]:
+    """Those to compare; the first is the present one."""
+    pallas = functools.partial
+    return [
+        Way("present", rows=rows),
+        Way("pallas 128/32", pallas(attend_pallas, blocks=(128, 32)), rows=rows),
+        Way("pallas 128/64", pallas(attend_pallas, blocks=(128, 64)), rows=rows),
+        Way("pallas 128/128, 8 warps", pallas(attend_pallas, blocks=(128, 128), warps=8), rows=rows),
+        Way("no attention", lambda q, k, v, trial, window: v, rows=rows),
+        Way("128 rows", rows=4 * rows),
+        Way("no graphs", rows=rows, options=(("xla_gpu_enable_command_buffer", ""),)),
+        Way("small graphs", rows=rows, options=(("xla_gpu_graph_min_graph_size", 1),)),
+        Way(
+            "all in graphs",
+            rows=rows,
+            options=(("xla_gpu_graph_min_graph_size", 1), ("xla_gpu_enable_command_buffer", GRAPHS)),
+        ),
+    ]
+
+
+@functools.cache
+def prepared(rows: int, steps: int, seed: int) -> Any:
+    """What an update with 8 heads learns from."""
+    return prepare(8, rows, argparse.Namespace(steps=steps, seed=seed))
+
+
+def lower(way: Way, args: argparse.Namespace) -> tuple[Any, Any]:
+    """The traced program and its argument."""
+    function, state = prepared(way.rows, args.steps, args.seed)
+    arrays, static = eqx.partition(state, eqx.is_array)
+    run = lambda arrays: eqx.filter(function(eqx.combine(arrays, static)), eqx.is_array)  # noqa: E731
+    name = "_attend_fused" if jax.default_backend() == "gpu" else "_attend_blocks"
+    present = getattr(attention, name)
+    try:
+        setattr(attention, name, way.attend or present)
+        return jax.jit(run).lower(arrays), arrays
+    finally:
+        setattr(attention, name, present)
+
+
+def measure(way: Way, program: Any, arrays: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of one gradient step."""
+    jax.block_until_ready(program(arrays))
+    seconds = fastest(lambda: program(arrays), args.repeats) / EPOCHS
+    _, metrics = program(arrays)
+    return {
+        "way": way.name,
+        "rows": way.rows,
+        "milliseconds": 1e3 * seconds,
+        "milliseconds_per_32_rows": 1e3 * seconds * 32 / way.rows,
+        "actor_loss": float(metrics["actor_loss"]),
+        "grad_norm": float(metrics["grad_norm"]),
+    }
+
+
+def difference(attend: Attend, steps: int) -> dict[str, float]:
+    """Largest difference to the plain attention in float32, of the output and of the gradients."""
+    shape, key = (2, steps, 8, 8), jax.random.key(0)
+    q, k, v, seed = (jax.random.normal(x, shape) for x in jax.random.split(key, 4))
+    trial = (jnp.arange(steps)[None] >= jnp.array([steps // 3, steps])[:, None]).astype(jnp.int32)
+    dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
+
+    def both(attend: Attend, dtype: Any) -> Any:
+        inner = lambda *x: attend(*x, trial, steps)  # noqa: E731
+        out, back = jax.vjp(inner, *(x.astype(dtype) for x in (q, k, v)))
+        return [np.asarray(x, np.float32) for x in (out, *back(seed.astype(out.dtype)))]
+
+    found, plain = both(attend, dtype), both(attention._attend_blocks, jnp.float32)
+    return {
+        name: float(np.abs(a - b).max() / np.abs(b).max())
+        for name, a, b in zip(("out", "dq", "dk", "dv"), found, plain, strict=True)
+    }
+
+
+def kernels(run: Callable[[], Any]) -> list[dict[str, Any]]:
+    """What the accelerator did in one run, by kernel: milliseconds and number of calls per gradient step."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run())
+        (path,) = Path(folder).rglob("*.trace.json.gz")
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    meta = [e for e in events if e.get("ph") == "M"]
+    gpus = {e["pid"] for e in meta if e["name"] == "process_name" and "GPU" in e["args"]["name"]}
+    streams = {
+        (e["pid"], e["tid"])
+        for e in meta
+        if e["name"] == "thread_name" and e["pid"] in gpus and "Stream" in e["args"]["name"]
+    }
+    spent: dict[str, list[float]] = defaultdict(list)
+    for e in events:
+        if e.get("ph") == "X" and (e["pid"], e["tid"]) in streams:
+            spent[e["name"]].append(e["dur"] / 1e3)
+    found = [
+        {"kernel": name, "ms": sum(each) / EPOCHS, "calls": len(each) / EPOCHS} for name, each in spent.items()
+    ]
+    return sorted(found, key=lambda x: -x["ms"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=ENV.spec.trial_steps)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="*", help="names of ways")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    about, console = provenance(), Console(width=150)
+    chosen = [way for way in ways(args.rows) if not args.only or way.name in args.only]
+    lines: list[dict[str, Any]] = []
+    report: dict[str, Any] = {**about, "steps": args.steps, "updates": lines}
+
+    def attempt(name: str, run: Callable[[], Any]) -> Any:
+        try:
+            return run()
+        except Exception as error:  # the others go on
+            lines.append({"way": name, "error": f"{type(error).__name__}: {error}"[:300]})
+            console.print(f"{name}: {lines[-1]['error']}", markup=False)
+            return None
+
+    traced = {way: found for way in chosen if (found := attempt(way.name, lambda way=way: lower(way, args)))}
+    with ThreadPoolExecutor() as pool:
+        compiling = {
+            way: pool.submit(x[0].compile, compiler_options=dict(way.options)) for way, x in traced.items()
+        }
+    programs = {way: found for way, job in compiling.items() if (found := attempt(way.name, job.result))}
+    for way, program in programs.items():
+        line = attempt(way.name, lambda way=way, program=program: measure(way, program, traced[way][1], args))
+        if line:
+            lines.append(line)
+            console.print(line)
+        if args.out:
+            write_json(args.out, report)
+    report["differences"] = {
+        way.name: attempt(way.name, lambda way=way: difference(way.attend, min(args.steps, 512)))
+        for way in chosen
+        if way.attend and way.name.startswith("pallas") and way.rows == args.rows
+    }
+    if jax.default_backend() == "gpu":
+        present = lambda q, k, v, trial, window: attention._attend_fused(q, k, v, trial, window)  # noqa: E731
+        report["differences"]["present"] = attempt("present", lambda: difference(present, min(args.steps, 512)))
+        for way in [way for way in programs if way.name in ("present", "pallas 128/64")]:
+            run = functools.partial(programs[way], traced[way][1])
+            report.setdefault("kernels", {})[way.name] = attempt(way.name, lambda run=run: kernels(run))
+    console.print(report["differences"])
+    for name, found in report.get("kernels", {}).items():
+        table = Table("kernel", "ms", "calls", title=f"{name}: {sum(k['ms'] for k in found or []):.2f} ms")
+        for k in (found or [])[:40]:
+            table.add_row(k["kernel"][:90], f"{k['ms']:.3f}", f"{k['calls']:.1f}")
+        console.print(table)
+    if args.out:
+        write_json(args.out, report)
+
+
+if __name__ == "__main__":
+    main()
