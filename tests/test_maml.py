@@ -257,10 +257,9 @@ def test_a_meta_iteration_with_continuous_actions():
     assert int(metrics["env_steps"]) == 3 * 4 * 4
 
 
-@pytest.mark.parametrize("order", [1, 2])
-def test_seeds_learn_side_by_side(order):
+def test_seeds_learn_side_by_side():
     """Traced and not compiled: what vmap and the second order need is that every operation has its rule."""
-    algorithm = MamlPenalty(ROOM, dataclasses.replace(CONFIG, order=order))
+    algorithm = MamlPenalty(ROOM, dataclasses.replace(CONFIG, order=2))
     states = jax.eval_shape(jax.vmap(algorithm.init), jax.random.split(jax.random.key(0), 2))
     new, metrics = jax.eval_shape(jax.vmap(algorithm.update), states)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(lambda x: (x.shape, x.dtype), states)
