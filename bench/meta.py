@@ -1,4 +1,4 @@
-"""How long a meta-iteration takes: the paper's settings, or any preset of a meta-learner.
+"""How long a meta-iteration takes, with an algorithm's own settings for an environment.
 
 python bench/meta.py                                            both methods in the room, 1 and 3 seeds
 python bench/meta.py --algos safe-meta --seeds 1 --out results/bench_meta_h200.json
