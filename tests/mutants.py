@@ -170,7 +170,7 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
     ),
     Mutant("final_step ignored", "penalty.py", "config.step) * progress", "config.step) * 0", LAMBDA),
     Mutant(
-        "λ's step never told the progress", "algos/scared.py", "self.config.penalty, progress\n",
+        "λ's step never told the progress", "algos/scared.py", "self.config.penalty, self.progress(state)\n",
         "self.config.penalty, 0.0\n", LAMBDA,
     ),
     Mutant(
