@@ -174,8 +174,8 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
         "self.config.penalty, 0.0\n", LAMBDA,
     ),
     Mutant(
-        "old λ for the optimiser", "algos/scared.py", "jnp.broadcast_to(multiplier, (self.episodes,))",
-        "jnp.broadcast_to(state.multiplier, (self.episodes,))", LAMBDA,
+        "old λ for the optimiser", "algos/scared.py", "trials, tasks, self.per_episode(multiplier),",
+        "trials, tasks, self.per_episode(state.multiplier),", LAMBDA,
     ),
     Mutant(
         "entropy schedule frozen", "optimisers/ppo.py", "self.config.entropy[0] + progress *",
