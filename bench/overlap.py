@@ -27,7 +27,7 @@ from safeicrl.algos.scared import Scared
 from safeicrl.envs.mujoco import models, physics
 from safeicrl.envs.safe_velocity import SUBSTEPS
 from safeicrl.files import write_json
-from safeicrl.overlap import Overlapped
+from safeicrl.overlap.overlapped import Overlapped
 from safeicrl.recipes.presets import preset
 from safeicrl.train import judge
 

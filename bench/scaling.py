@@ -21,10 +21,10 @@ from common import fastest, provenance
 from rich.console import Console
 from rich.table import Table
 
-from safeicrl import devices
 from safeicrl.algos.scared import Scared, ScaredConfig
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.files import read_json, write_json
+from safeicrl.machine import devices
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers.ppo import PPOConfig
 from safeicrl.recipes.presets import preset

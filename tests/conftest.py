@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from safeicrl.compiled import trim  # does not import JAX
+from safeicrl.machine.compiled import trim  # does not import JAX
 
 CACHE = Path(__file__).parents[1] / ".cache" / "jax"
 CACHE_BYTES = 2**28  # several runs of everything; JAX has a limit of its own, which needs one more package

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from standin import ROOM, TableAlgorithm, TableConfig
 
-from safeicrl import devices
 from safeicrl import train as trainer
 from safeicrl.envs.mujoco import physics
 from safeicrl.evaluation.results import Results
 from safeicrl.files import write_json
+from safeicrl.machine import devices
 from safeicrl.train import EvalConfig, TrainConfig, train
 
 EVALUATION = EvalConfig(every=0, tasks=13, rows=5)

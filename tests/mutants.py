@@ -282,12 +282,13 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
         "test_files.py::test_a_stop_by_signal_has_its_own_exit_status",
     ),
     Mutant(
-        "ignored signals are heard", "signals.py", "if signal.getsignal(number) is not signal.SIG_IGN", "if True",
+        "ignored signals are heard", "machine/signals.py",
+        "if signal.getsignal(number) is not signal.SIG_IGN", "if True",
         "test_train.py::test_an_ignored_signal_stays_ignored",
     ),
     # several devices and processes
     Mutant(
-        "rows are not divided", "devices.py", "return _constrained(tree, P(ROWS))", "return tree",
+        "rows are not divided", "machine/devices.py", "return _constrained(tree, P(ROWS))", "return tree",
         "test_devices.py::test_a_minibatch_is_drawn_from_all_rows_and_divided_again",
     ),
     Mutant(
@@ -295,11 +296,11 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
         "test_devices.py::test_an_evaluation_does_not_depend_on_the_devices_even_if_its_rows_cannot_be_divided",
     ),
     Mutant(
-        "worlds of the first device only", "devices.py", "or len(worlds) % mesh.size:", "or True:",
+        "worlds of the first device only", "machine/devices.py", "or len(worlds) % mesh.size:", "or True:",
         "test_devices.py::test_each_device_has_its_own_worlds_moved",
     ),
     Mutant(
-        "a lost process is not explained", "hosts.py", "if fatal or code == LOST:", "if code is None:",
+        "a lost process is not explained", "machine/hosts.py", "if fatal or code == LOST:", "if code is None:",
         "test_devices.py::test_a_lost_process_ends_the_run_which_then_goes_on",
     ),
     # sweeps

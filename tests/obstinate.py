@@ -5,7 +5,7 @@ import signal
 import time
 from pathlib import Path
 
-from safeicrl.signals import StopRequest
+from safeicrl.machine.signals import StopRequest
 
 
 def command(words: list[str]) -> int:

@@ -23,6 +23,7 @@ from safeicrl.evaluation.archive import load_results, results_equal
 from safeicrl.evaluation.statistics import summarise
 from safeicrl.evaluation.tables import group
 from safeicrl.log import read_metrics
+from safeicrl.machine.signals import StopRequest
 from safeicrl.optimisers.ppo import PPOConfig
 from safeicrl.policies import catalogue
 from safeicrl.policies.policy import load_policy
@@ -30,7 +31,6 @@ from safeicrl.recipes.presets import PRESETS, Preset
 from safeicrl.recipes.recipe import Experiment, Recipe, load_experiment
 from safeicrl.show.demo import contenders, run
 from safeicrl.show.shoot import shoot_room
-from safeicrl.signals import StopRequest
 from safeicrl.train import EvalConfig, TrainConfig
 from safeicrl.version import VERSION
 

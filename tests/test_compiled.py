@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from safeicrl.compiled import cache_folder, keep_compiled, trim
+from safeicrl.machine.compiled import cache_folder, keep_compiled, trim
 
 
 @pytest.fixture

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from standin import ROOM, TableAlgorithm, TableConfig
 
-from safeicrl import devices, hosts
 from safeicrl import train as trainer
 from safeicrl.cli import main
 from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import load_results
 from safeicrl.evaluation.results import Results
 from safeicrl.log import read_metrics
+from safeicrl.machine import devices, hosts
 from safeicrl.policies import checkpoint
 from safeicrl.train import EvalConfig, TrainConfig, train
 

@@ -13,26 +13,12 @@ SOURCE = Path(safeicrl.__file__).parent
 # A room (a folder, or a file at the top) may import from itself and from the rooms before it.
 # A new room gets its place here.
 ROOMS = (
-    (
-        "errors",
-        "version",
-        "files",
-        "signals",
-        "log",
-        "config",
-        "budgets",
-        "plugins",
-        "compiled",
-        "busy",
-        "devices",
-        "hosts",
-    ),
+    ("errors", "version", "files", "log", "config", "budgets", "plugins", "machine"),
     ("envs", "provenance"),
     ("tokens",),
     ("nets",),
     ("agents",),
     ("trial", "returns"),
-    ("lanes",),
     ("penalty",),
     ("optimisers",),
     ("histories",),

@@ -16,17 +16,17 @@ from test_train import same_arrays, timeless
 
 from safeicrl import train as trainer
 from safeicrl.algos.scared import Scared, ScaredConfig
-from safeicrl.busy import BusyClock
 from safeicrl.envs.api import record
 from safeicrl.envs.dark_mujoco import SafeDarkPoint
 from safeicrl.envs.mujoco import physics
 from safeicrl.envs.safe_velocity import SafeVelocityAnt, SafeVelocityHalfCheetah
 from safeicrl.errors import UserError
-from safeicrl.lanes import Lanes, Stopped, check_env
 from safeicrl.log import read_metrics
+from safeicrl.machine.busy import BusyClock
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers.ppo import PPOConfig
-from safeicrl.overlap import Overlapped
+from safeicrl.overlap.lanes import Lanes, Stopped, check_env
+from safeicrl.overlap.overlapped import Overlapped
 from safeicrl.train import EvalConfig, TrainConfig, train
 from safeicrl.trial import run_trials
 

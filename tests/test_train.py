@@ -20,8 +20,8 @@ from safeicrl.evaluation.archive import load_results, results_equal
 from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.statistics import Summary, rank
 from safeicrl.log import read_metrics
+from safeicrl.machine.signals import GRACE, StopRequest
 from safeicrl.policies import cards, checkpoint
-from safeicrl.signals import GRACE, StopRequest
 from safeicrl.train import EvalConfig, TrainConfig, train
 
 ALGORITHM = TableAlgorithm(env=ROOM, config=TableConfig())

@@ -23,13 +23,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from safeicrl import hosts
-from safeicrl.compiled import keep_compiled
 from safeicrl.config import DROPPED, dropped_option
 from safeicrl.errors import Approximation, BeyondTraining, Damaged, Incomplete, UserError, printable, unknown_name
 from safeicrl.files import check_output, make_folder
+from safeicrl.machine import hosts
+from safeicrl.machine.compiled import keep_compiled
+from safeicrl.machine.signals import StopRequest
 from safeicrl.plugins import import_module, load_entry_points
-from safeicrl.signals import StopRequest
 from safeicrl.version import VERSION
 
 T = TypeVar("T")

@@ -23,8 +23,6 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
-from safeicrl import devices as placing
-from safeicrl import hosts
 from safeicrl.agents.api import with_options
 from safeicrl.algos.api import METRICS, Algorithm
 from safeicrl.algos.registry import algo_name
@@ -39,14 +37,16 @@ from safeicrl.evaluation.evaluate import check_size, evaluate
 from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.statistics import Summary, rank, summaries, summarise
 from safeicrl.files import CHECKPOINT, owned, read_json, write_json
-from safeicrl.lanes import check_env
 from safeicrl.log import JsonLines, Sink, TensorBoard, Terminal, WandB
-from safeicrl.overlap import Overlapped
+from safeicrl.machine import devices as placing
+from safeicrl.machine import hosts
+from safeicrl.machine.signals import StopRequest
+from safeicrl.overlap.lanes import check_env
+from safeicrl.overlap.overlapped import Overlapped
 from safeicrl.policies import checkpoint
 from safeicrl.policies.cards import read_card, save_policy
 from safeicrl.policies.catalogue import find_policy, load_agent
 from safeicrl.provenance import surroundings
-from safeicrl.signals import StopRequest
 
 FAILURES = 3  # non-finite iterations in a row after which a run gives up
 

@@ -17,10 +17,10 @@ import numpy as np
 
 from safeicrl.agents.api import Agent
 from safeicrl.budgets import Ranges, beside, is_over, ranges_of
-from safeicrl.devices import over_rows
 from safeicrl.envs.api import Env, Key, PyTree, Split, Step, record, replace
 from safeicrl.envs.faults import find_fault
 from safeicrl.errors import UserError
+from safeicrl.machine.devices import over_rows
 from safeicrl.tokens import Token, first_token, next_token, usable_budget
 
 

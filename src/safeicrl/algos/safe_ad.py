@@ -15,12 +15,12 @@ import optax
 
 from safeicrl.agents.api import Agent
 from safeicrl.agents.decision import DecisionAgent
-from safeicrl.devices import over_rows
 from safeicrl.envs.api import Env, Key, PyTree, record, refuse_several, replace
 from safeicrl.envs.spaces import Discrete
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.histories.store import open_histories
 from safeicrl.histories.windows import Windows, make_windows, measure_scales
+from safeicrl.machine.devices import over_rows
 from safeicrl.nets.decision_transformer import DecisionConfig, DecisionNet, Scales, Steps
 
 

@@ -11,13 +11,13 @@ from jax.sharding import Mesh
 
 from safeicrl.agents.api import Agent, adapts
 from safeicrl.budgets import Ranges, ranges_of
-from safeicrl.devices import everywhere, make_mesh, over_rows, padded, spread, using
 from safeicrl.envs.api import Env, Key, PyTree, Split, check_split
 from safeicrl.envs.faults import first_of, refuse_fault
 from safeicrl.envs.registry import env_to_plain
 from safeicrl.errors import MOST_EPISODES, MOST_STEPS, UserError, check_budget, check_integer, check_seed
 from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.task_lists import evaluation_keys, load_list, sample_tasks
+from safeicrl.machine.devices import everywhere, make_mesh, over_rows, padded, spread, using
 from safeicrl.optimisers.meta import Spent
 from safeicrl.provenance import surroundings
 from safeicrl.trial import Episodes, episode_sums, first_fault, run_trials

@@ -26,9 +26,9 @@ from safeicrl.errors import UserError, check_budget, check_integer, check_seed
 from safeicrl.files import owned
 from safeicrl.histories.store import STEPWISE, TRUNCATED, Histories, HistoryWriter, open_histories
 from safeicrl.log import Terminal
+from safeicrl.machine.signals import StopRequest
 from safeicrl.optimisers.lagrangian import Learner, PPOLagConfig, Rollout
 from safeicrl.provenance import surroundings
-from safeicrl.signals import StopRequest
 
 MOST_STEPS = 2**36  # of all histories together
 CHUNK = 10  # iterations in one call of the jitted program, about

@@ -21,8 +21,8 @@ from safeicrl.envs.registry import env_to_plain
 from safeicrl.errors import UserError, check_budget, check_integer, check_number, check_seed
 from safeicrl.files import owned
 from safeicrl.histories.store import TRUNCATED, Histories, HistoryWriter, open_histories
+from safeicrl.machine.signals import StopRequest
 from safeicrl.provenance import surroundings
-from safeicrl.signals import StopRequest
 from safeicrl.tokens import Token
 from safeicrl.trial import run_trials
 

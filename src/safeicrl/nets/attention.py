@@ -6,7 +6,7 @@ A row may hold several trials one after another (trial.py); a token sees earlier
 import jax
 import jax.numpy as jnp
 
-from safeicrl.devices import over_rows
+from safeicrl.machine.devices import over_rows
 
 CHUNK = 64  # tokens in a query block on the CPU: block-causal halves the work of a full square ...
 WIDE_CHUNK = 512  # ... on an accelerator that hardly matters, and every block takes time to compile

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import optax
 
 from safeicrl.agents.in_context import InContextAgent
-from safeicrl.devices import everywhere, over_rows
 from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, record, replace
 from safeicrl.envs.spaces import Box, Discrete
 from safeicrl.errors import UserError, check_integer, check_number
+from safeicrl.machine.devices import everywhere, over_rows
 from safeicrl.nets.heads import Categorical, Distribution, PolicyNet, transplanted
 from safeicrl.nets.layers import MLP, Linear, in_new_units
 from safeicrl.nets.transformer import NetConfig

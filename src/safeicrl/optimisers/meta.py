@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from safeicrl.budgets import is_over
-from safeicrl.devices import over_rows
 from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, record, replace
 from safeicrl.envs.faults import NO_FAULT, NONE, first_of
 from safeicrl.envs.spaces import Box
 from safeicrl.errors import UserError, check_integer, check_number
+from safeicrl.machine.devices import over_rows
 from safeicrl.nets.feedforward import (
     Actor,
     FeedForward,

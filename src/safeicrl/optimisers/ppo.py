@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import optax
 
 from safeicrl.agents.in_context import InContextAgent
-from safeicrl.devices import everywhere, over_rows
 from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
+from safeicrl.machine.devices import everywhere, over_rows
 from safeicrl.nets.heads import Critic, PolicyNet, TanhNormal, transplanted
 from safeicrl.nets.layers import in_new_units
 from safeicrl.nets.transformer import NetConfig

@@ -15,7 +15,6 @@ from typing import Any
 
 from rich.console import Console
 
-from safeicrl import hosts
 from safeicrl.envs.registry import env_to_plain, parse_parameters
 from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import load_results
@@ -23,12 +22,13 @@ from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.statistics import summaries
 from safeicrl.files import CHECKPOINT, RECIPE, owned
 from safeicrl.log import Terminal
+from safeicrl.machine import hosts
+from safeicrl.machine.signals import StopRequest
 from safeicrl.policies.cards import read_card, save_policy
 from safeicrl.policies.catalogue import changed_env, load_agent, run_policies
 from safeicrl.policies.contenders import released
 from safeicrl.policies.export import best_seed, export_policy
 from safeicrl.recipes.recipe import Recipe, load_progress, load_recipe, save_recipe
-from safeicrl.signals import StopRequest
 from safeicrl.train import EvalConfig, Status, train
 
 

@@ -26,9 +26,9 @@ from safeicrl import plugins
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.evaluation.sweeps import SweptRun
 from safeicrl.files import CHECKPOINT, RECIPE, disown, make_folder, owned
+from safeicrl.machine.signals import StopRequest
 from safeicrl.recipes.board import Board
 from safeicrl.recipes.grid import Plan, open_index, save_index
-from safeicrl.signals import StopRequest
 
 LOG = "log.txt"  # what a run prints, in its folder
 INSTALL = "pip install 'safeicrl[ray]'"

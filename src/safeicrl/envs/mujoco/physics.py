@@ -21,12 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from safeicrl.busy import BusyClock
-from safeicrl.devices import on_each
 from safeicrl.envs.api import PyTree, Step, record, replace
 from safeicrl.envs.mujoco import models
 from safeicrl.envs.mujoco.planar import EXACT, PLANAR
 from safeicrl.errors import UserError, check_integer, unknown_name
+from safeicrl.machine.busy import BusyClock
+from safeicrl.machine.devices import on_each
 
 TOO_LARGE = 1e10  # a coordinate or velocity beyond this has diverged; MuJoCo's own limit
 

@@ -20,8 +20,8 @@ import numpy as np
 from safeicrl.agents.api import Agent
 from safeicrl.algos.scared import Part, Scared, ScaredState, join
 from safeicrl.envs.api import PyTree
-from safeicrl.lanes import LanePrograms, Lanes, compile_all, is_array
 from safeicrl.optimisers.ppo import PPO, PPOState, Work
+from safeicrl.overlap.lanes import LanePrograms, Lanes, compile_all, is_array
 from safeicrl.trial import Trials
 
 Metrics = dict[str, jax.Array]

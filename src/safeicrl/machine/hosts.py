@@ -27,7 +27,7 @@ import numpy as np
 
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.files import plain
-from safeicrl.signals import SIGNALS
+from safeicrl.machine.signals import SIGNALS
 
 T = TypeVar("T")
 

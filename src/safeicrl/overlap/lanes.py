@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from safeicrl.agents.api import Agent
-from safeicrl.busy import BusyClock
 from safeicrl.envs.api import Env, Key, PyTree, record, replace
 from safeicrl.envs.mujoco import physics
 from safeicrl.errors import UserError
+from safeicrl.machine.busy import BusyClock
 from safeicrl.tokens import usable_budget
 from safeicrl.trial import Row, Trials, enter, move_on
 

@@ -1,0 +1,1 @@
+"""Playing on the cores while the accelerator learns."""
