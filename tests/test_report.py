@@ -148,6 +148,14 @@ def test_training_budgets_are_those_of_the_logs():
     assert rows["safe-velocity-half-cheetah: all stages"][2:4] == ["840", f"{short + whole:,}"]
 
 
+def test_gradient_updates_of_an_iteration():
+    """Safe AD says how many; the `updates` of a meta-learner are those of a test, and may be None."""
+    assert training._updates({"updates": 10, "histories": "h"}) == 10
+    assert training._updates({"updates": None, "tasks": 20}) == 1
+    assert training._updates({"optimiser": "ddpg", "ddpg": {"updates": 4}}) == 4
+    assert training._updates({"optimiser": "ppo", "rows": 64, "ppo": {"epochs": 3, "minibatch": 16}}) == 12
+
+
 def test_evaluations_of_stages_follow_one_another():
     """HalfCheetah: one evaluation at the end of the first stage, four in the second, by the logs themselves."""
     part = part_of("training-steps-robots")

@@ -138,7 +138,7 @@ def _stage(root: Path, file: File) -> dict[str, Any]:
 def _updates(algo: dict[str, Any]) -> int:
     """Gradient updates in an iteration: SCARED's by its optimiser, Safe AD's as set, one for a meta-learner."""
     if "optimiser" not in algo:
-        return int(algo.get("updates", 1))
+        return int(algo["updates"]) if "histories" in algo else 1  # a meta-learner's `updates` are those of a test
     if algo["optimiser"] == "ddpg":
         return int(algo["ddpg"]["updates"])
     return int(algo["ppo"]["epochs"]) * (int(algo["rows"]) // int(algo["ppo"]["minibatch"]))
