@@ -24,7 +24,7 @@ CHOSEN = {
         "temperature 0.4: on other rooms than the reported ones; the day was not recorded",
     ],
     "safe-dark-room-guard": [
-        "seed 2 of 3: its return falls least past K, on 40 rooms of seed 1000 (results/lab/guard), 2026-11-17",
+        "seed 2 of 3: the most goals in 300 episodes, 40 rooms of seed 1000 (results/lab/guard), 2026-11-17",
         "risk 0.005: the safer of two, for 0.4 goals, on 500 rooms of seed 1000, 2026-11-17; depth 2: not tuned",
         "temperature 0.4: that of safe-dark-room",
     ],
