@@ -70,7 +70,7 @@ def refused(capsys, *args) -> str:
         ("train --preset table word", "unexpected argument 'word'"),
         ("train table", "--preset table$"),
         ("train --preset=", "unknown preset ''"),
-        ("train --preset table --device gpu", "unknown option --device; see"),
+        ("train --preset table --device gpu", "unknown option --device; did you mean --devices"),
         ("train --preset table --minutes x", "--minutes takes a number, got 'x'$"),
         ("train --preset table --seed 1.5", "--seed takes a whole number, got '1.5'$"),
         ("train --preset table --env.alpha x", "--env.alpha takes a number, got 'x'$"),

@@ -171,7 +171,7 @@ def idle(monkeypatch, tmp_path):
         "recipes.run.run_recipe", "recipes.sweep.run_sweep", "histories.collect.collect",
         "histories.demonstrations.collect_demonstrations",
         "policies.contenders.evaluate", "show.demo.run", "policies.export.save_policy", "evaluation.plots.save",
-        "show.play.server.run", "show.report.reproduce.reproduce", "hosts.supervise",
+        "show.play.server.run", "show.report.reproduce.reproduce", "machine.hosts.supervise",
     ):  # fmt: skip
         monkeypatch.setattr(f"safeicrl.{name}", work)
     monkeypatch.setattr("safeicrl.show.play.worlds.policy_names", list)  # six policies would be loaded each time

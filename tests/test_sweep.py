@@ -367,9 +367,14 @@ def test_ctrl_c_stops_every_run_and_those_that_wait(tmp_path):
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt, daemon=True)
-    thread.start()
-    code, _ = with_ray(plan("what=waits,works"), tmp_path / "s")
-    thread.join()
+    # A shell's background job ignores SIGINT, and an ignored signal stays ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        thread.start()
+        code, _ = with_ray(plan("what=waits,works"), tmp_path / "s")
+        thread.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert code == 130
     assert states(tmp_path / "s") == {"what=waits": "stopped", "what=works": "stopped"}
     assert obstinate.attempts(tmp_path / "s" / "what=waits") == 1

@@ -99,7 +99,7 @@ def test_a_baseline_is_wiped_in_its_evaluation(tmp_path, monkeypatch, wipe, word
     status, quiet = trainer.Status(best=[None]), Terminal(Console(file=io.StringIO()))
     settings = TrainConfig(evaluation=EvalConfig(wipe=wipe))
     state = types.SimpleNamespace(table=jnp.zeros((9, 5)))
-    trainer._evaluate(algorithm, settings, tmp_path, state, status, [], quiet)
+    trainer._evaluate(algorithm, settings, tmp_path, state, status, [], quiet, None)
     assert read_card(tmp_path / "best-seed0.json")["evaluation"]["context"] == words
 
 
