@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import os
 import platform
+import signal
 import sys
 import time
 import traceback
@@ -146,6 +147,16 @@ def _conclude(board: Board, out: Path) -> int:
 
 
 # -- one run ------------------------------------------------------------------------------------------------
+
+
+def perform_for_ray(task: Task, command: Command) -> dict[str, Any]:
+    """`perform` in a process of Ray's, which says by SIGINT that a run must stop.
+
+    Processes inherit what a shell does to its background jobs: it lets them ignore SIGINT.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return perform(task, command)
 
 
 def perform(task: Task, command: Command) -> dict[str, Any]:
@@ -284,7 +295,7 @@ def _with_ray(
                 raise UserError(f"a run asks for {wanted:g} {kind}s, this machine has {there.get(kind, 0):g}")
         remote = ray.remote(
             num_cpus=resources.cpus, num_gpus=gpus, max_retries=resources.retries, retry_exceptions=[Interrupted]
-        )(perform)
+        )(perform_for_ray)
         running = {
             remote.options(name=name).remote(dataclasses.replace(task, gpus=gpus), command): name
             for name, task in tasks.items()
