@@ -49,8 +49,8 @@ from safeicrl.show.report.sweep import sweep_panels
 from safeicrl.train import TrainConfig, describe
 
 CASES = {
-    "command lines": 100, "cards": 80, "configs": 150, "runs": 60, "results": 60, "logs": 50, "acting": 60,
-    "resets": 30, "sweeps": 40,
+    "command lines": 80, "cards": 60, "configs": 120, "runs": 50, "results": 50, "logs": 40, "acting": 50,
+    "resets": 25, "sweeps": 30,
 }  # fmt: skip
 FACTOR = int(os.environ.get("FUZZ", "1"))
 ROOM = SafeDarkRoom(size=3, obstacles=2, max_steps=4, episodes=2)
