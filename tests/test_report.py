@@ -19,6 +19,7 @@ from safeicrl.recipes.form import train_form
 from safeicrl.show.report import jobs, panels, settings, training
 from safeicrl.show.report.content import Found, Grid, find
 from safeicrl.show.report.reproduce import build
+from safeicrl.show.report.steps import trained_on
 
 ROOT = Path(__file__).parents[1]
 STORED = ROOT / "results"
@@ -93,7 +94,7 @@ def test_the_numbers_of_the_page_are_those_of_the_files(room):
     assert row[3] == "2.5 ± 0.5"
     assert row[4] == "2.5 [2, 3]"  # the middle half of four 2s and four 3s; a sample may hold one seed only
     assert row[6] == "3 → 0.5"
-    assert row[7:] == ["8.3% / 0.0%", "25%"]
+    assert row[7:] == ["8.3% / 0.0%", "25%", "–"]  # no card says what these were trained on
 
 
 def test_budgets_are_told_apart_and_the_largest_cost_is_of_a_trial(room):
@@ -148,6 +149,27 @@ def test_training_budgets_are_those_of_the_logs():
     assert rows["safe-velocity-half-cheetah: all stages"][2:4] == ["840", f"{short + whole:,}"]
 
 
+def test_every_result_states_the_steps_it_was_trained_on():
+    """A card has the steps of its last stage, but Point has four, in their logs. The room: to each checkpoint."""
+    point, room = (find(part_of(f"episodes-{world}"), STORED) for world in ("point", "dark-room"))
+    steps = {label: trained_on(STORED, files) for label, files in point.files.items()}
+    logs = (STORED / "safe-dark-point" / "training").glob("[0-9]-*/metrics.jsonl")
+    total = sum(read_metrics(log)[-1]["env_steps"] for log in logs)
+    assert steps["SCARED"] == f"{total / 1e6:.3g} million"
+    assert steps["privileged"] == "18.8 million"
+    assert steps["random"] == "–"
+    assert trained_on(STORED, room.files["SCARED"]) == "210 million"  # of 240, 173 and 217
+
+
+def test_logs_of_seeds_are_drawn_as_one_run():
+    one = [{"env_steps": 10, "q": 1.0, "by_bin": [1, 2]}, {"env_steps": 20, "eval/cost": 4.0}]
+    two = [{"env_steps": 14, "q": 2.0, "by_bin": [1, 2]}, {"env_steps": 24, "eval/cost": 5.0}, {"env_steps": 30}]
+    first, second = training.joined([one, two])
+    assert first == {"env_steps": 12.0, "q": 1.5, "env_steps/seeds": [10, 14], "q/seeds": [1.0, 2.0]}
+    assert second["eval/cost/seeds"] == [4.0, 5.0]
+    assert training.joined([one]) is one
+
+
 def test_gradient_updates_of_an_iteration():
     """Safe AD says how many; the `updates` of a meta-learner are those of a test, and may be None."""
     assert training._updates({"updates": 10, "histories": "h"}) == 10
@@ -182,6 +204,8 @@ def test_every_stored_file_that_a_panel_names_is_found():
         "long context",
         "half the width",
         "double width",
+        "default",
+        "exact",
         "naive",
         "Algorithm 1",
         "safe-dark-car",

@@ -12,7 +12,8 @@ from safeicrl.evaluation import plots
 from safeicrl.evaluation.plots import PALETTE, STYLE, Groups
 from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.statistics import bootstrap, budget_bins, standard_error, summarise
-from safeicrl.show.report.content import Drawing, Found, Grid, Shown
+from safeicrl.show.report.content import Drawing, File, Found, Grid, Shown
+from safeicrl.show.report.steps import trained_on
 
 ALPHA = 0.5  # the paper's
 SIZE = 9  # of the paper's room
@@ -33,12 +34,13 @@ def episodes(found: Found, *, table_only: tuple[str, ...] = ()) -> list[Shown]:
     if not groups:
         return []
     text = f"Return and cost by episode: {', '.join(drawn)}."
-    rows = [_ends(label, seeds) for label, seeds in groups.items()]
+    rows = [[*_ends(label, seeds), trained_on(found.root, found.files[label])] for label, seeds in groups.items()]
     first = summarise(next(iter(groups.values()))[0])
     header = (
         "", "tasks", "seeds", f"return of {first.episodes} episodes", "interquartile mean of it, 95% interval",
         f"return, first → {first.last_name}",
         f"cost, first → {first.last_name}", f"episodes over budget, all / {first.last_name}", "trials ever over",
+        "environment steps of training, per seed",
     )  # fmt: skip
     return [Drawing(figure=plots.by_episode(drawn), text=text), Grid(header=header, rows=rows)]
 
@@ -67,6 +69,15 @@ def _ends(label: str, seeds: list[Results]) -> list[str]:
         f"{mean(lambda x: x.over_budget):.1%} / {mean(lambda x: x.over_budget_last):.1%}",
         f"{np.mean([r.over.any(axis=1).mean() for r in seeds]):.0%}",
     ]
+
+
+def by_setting(found: Found, *, setting: str) -> list[Shown]:
+    """`episodes` of runs that differ in one setting of their network, whose value is on their cards."""
+    files: dict[str, list[File]] = {}
+    for label, own in found.files.items():
+        net = (own[0].value.meta.get("card") or {}).get("net") or {}
+        files[f"{setting} {net[setting]}" if setting in net else label] = own
+    return episodes(Found(root=found.root, files=files))
 
 
 def budgets(found: Found, *, over: bool = False, table_only: tuple[str, ...] = ()) -> list[Shown]:
@@ -236,7 +247,7 @@ def published(found: Found) -> list[Shown]:
 
 # What --preset darkroom-paper still does differently from the printed algorithm.
 DEPARTURES = (
-    ("one trajectory, then one update", "128 rows side by side, then 64 updates; a row holds several trials"),
+    ("one trajectory, then one update", "8 rows side by side, then 64 updates; a row holds several trials"),
     ("TD errors in raw units", "Q and its targets in units of their running scale"),
     ("actions sampled from the policy alone", "an ε of random actions, which falls over the first half"),
     ("λ from the episodes of the replayed batch", "λ from the trials just played (penalty.source rollout); "
@@ -244,7 +255,7 @@ DEPARTURES = (
     ("C_max is reset in every episode, so the last episode counts", "C_max is the largest of the trajectory"),
     ("λ unbounded", "λ at most at its cap"),
     ("8 heads, lr 3e-4, betas (0.9, 0.99), batch 32", "the same"),
-    ("replay of 100,000", "2048 rows of 1500 steps"),
+    ("replay of 100,000", "2048 rows of 1500 steps: all 672 of the run"),
     ("embedding dropout 5", "none: a rate of 5 has no meaning"),
 )  # fmt: skip
 
