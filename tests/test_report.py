@@ -14,6 +14,7 @@ from safeicrl.cli import main
 from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import save_results
 from safeicrl.evaluation.results import Results
+from safeicrl.files import write_json
 from safeicrl.log import read_metrics
 from safeicrl.recipes.form import train_form
 from safeicrl.show.report import jobs, panels, settings, training
@@ -49,6 +50,7 @@ def part_of(name):
 def stored(folder, stem, *, costs, returns):
     """An evaluation of four rooms with budgets of 1, 2, 8 and 9."""
     meta = {"label": "x", "seed": 7, "budget_range": [1.0, 10.0], "command": "safeicrl evaluate <x> & y"}
+    meta["env"] = {"name": "safe-dark-room", "parameters": {"episodes": 2}}
     costs, returns = np.asarray(costs, float), np.asarray(returns, float)
     budgets = np.array([1.0, 2.0, 8.0, 9.0])
     results = Results(returns=returns, costs=costs, lengths=np.ones_like(costs), budgets=budgets, meta=meta)
@@ -208,11 +210,44 @@ def test_every_stored_file_that_a_panel_names_is_found():
         "exact",
         "naive",
         "Algorithm 1",
-        "safe-dark-car",
-        "safe-velocity",
+        "SCARED",  # past K with Car, HalfCheetah and Ant; on the wide lists
+        "wiped",
+        "random",
+        "explorer",
+        "planner",
+        "safe-",  # temperatures
         "guard switched off",
     )
     assert not {label for label in missing if not label.startswith(fine)}
+
+
+def test_past_k_is_shown_by_blocks_of_k(tmp_path):
+    """K = 2. An evaluation of four episodes beside a file of bench/beyond.py: both as two blocks."""
+    costs = [[2, 1, 0, 0], [2, 1, 0, 0], [4, 1, 0, 0], [4, 3, 2, 0]]
+    stored(tmp_path, "beyond/safe-dark-room-random", costs=costs, returns=np.tile([0.0, 1.0, 1.0, 1.0], (4, 1)))
+    episodes = {"returns": [0.0, 0.5, 1.0, 0.0], "costs": [4.0, 2.0, 1.0, 1.0], "over": [1.0, 0.0, 0.0, 0.0]}
+    write_json(tmp_path / "beyond/safe-dark-room.json", {"tasks": 5, "trained_episodes": 2, "episodes": episodes})
+    part = part_of("beyond-dark-room")
+    drawing, table = part.show(find(part, tmp_path))
+    assert table.rows == [
+        ["SCARED", "5", "2", "0.250 → 0.500", "3.00 → 1.00", "50.00% → 0.00%"],
+        ["random", "4", "2", "0.500 → 1.000", "2.25 → 0.25", "12.50% → 0.00%"],
+    ]
+    assert len(drawing.figure.axes[0].lines) == 4  # two curves, and K for each
+
+
+def test_one_rule_chooses_the_temperature(tmp_path):
+    """The greatest return of those within 3% over budget, though a riskier one earns more."""
+    for name, total, cost in (("0.1", 1.0, 0.0), ("0.5", 2.0, 0.0), ("1", 3.0, 5.0)):
+        folder = "safe-dark-room/validation"
+        stored(tmp_path, f"{folder}/{name}", costs=np.full((4, 3), cost), returns=np.full((4, 3), total))
+    part = part_of("temperatures")
+    table, _ = part.show(find(part, tmp_path))
+    assert [row[1:] for row in table.rows] == [
+        ["0.1", "4", "3", "0.00%", ""],
+        ["0.5", "4", "6", "0.00%", "chosen"],
+        ["1", "4", "9", "50.00%", ""],
+    ]
 
 
 def test_drawing_stored_results_does_not_import_jax(tmp_path):
