@@ -176,15 +176,17 @@ def _darkroom_guard() -> Recipe:
 
 
 def _darkroom_paper() -> Recipe:
+    # The paper's room is learned in about a million steps: 84 iterations of 8 trials of 1500. Algorithm 1 updates
+    # after every trajectory; few rows come closest to that.
     algo = ScaredConfig(
-        iterations=1000,
-        rows=128,
+        iterations=84,
+        rows=8,
         budget_power=1.0,
         penalty=PenaltyConfig(form="paper", signal="mean_of_max"),
         optimiser="ddpg",
         ddpg=paper_config(),
     )
-    evaluation = EvalConfig(every=20, tasks=500, rows=500, temperature=0.4, tolerance=0.03)
+    evaluation = EvalConfig(every=0, tasks=500, rows=500, temperature=0.4)  # the last policy counts, whatever it is
     train = TrainConfig(minutes=15.0, evaluation=evaluation)
     return Recipe.single("darkroom-paper", Experiment(env=SafeDarkRoom(), algo=algo, train=train))
 
@@ -424,7 +426,7 @@ PRESETS: dict[str, Preset] = {
     "darkroom": Preset(summary="SCARED in the paper's room: one GPU, 9 min", make=_darkroom),
     "darkroom-guard": Preset(summary="with a guard, for safe exploring: one GPU, 9 min", make=_darkroom_guard),
     "darkroom-paper": Preset(
-        summary="closest to Algorithm 1: one GPU, 15 min at most", make=_darkroom_paper
+        summary="closest to Algorithm 1, a million steps: one GPU, 15 min at most", make=_darkroom_paper
     ),
     "darkroom-small": Preset(summary="SCARED in a 5×5 room: two CPU cores, 8 min", make=_darkroom_small),
     "darkroom-safe-ad-tuned": Preset(

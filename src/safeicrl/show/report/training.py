@@ -11,6 +11,7 @@ from safeicrl.evaluation import plots
 from safeicrl.evaluation.results import Results
 from safeicrl.files import read_json
 from safeicrl.show.report.content import Drawing, File, Found, Grid, Need, Shown
+from safeicrl.show.report.steps import in_words
 
 PRETRAINED = Path(__file__).parents[2] / "policies" / "pretrained"
 # The last run that a row of baselines or a policy came from is on its card; a policy's stages are in their logs.
@@ -220,6 +221,45 @@ def curves(found: Found) -> list[Shown]:
     runs = [(label, files[0].value, files[0].command) for label, files in found.files.items()]
     text = f"Return, cost, share over budget and λ while training: {', '.join(found.files)}."
     return [Drawing(figure=plots.training(runs), text=text)]
+
+
+def critics(found: Found) -> list[Shown]:
+    """Training curves with the critics' mean Q; the logs of a label are its seeds."""
+    runs = [(label, joined([file.value for file in own]), own[0].command) for label, own in found.files.items()]
+    text = f"Return, cost, share over budget, λ and mean Q while training: {', '.join(found.files)}."
+    header = ("", "seeds", "environment steps per seed", *(title for _, title in LAST))
+    rows = [_last_row(label, log, len(found.files[label])) for label, log, _ in runs]
+    note = (
+        "Thin lines are seeds. Mean Q is that of the actions played, in units of reward and cost, for the rest of "
+        "the trial. The cost critic of the exact form counts the cost beyond the budget, discounted. That of the "
+        "naive form and of Algorithm 1 counts all cost to the episode's end. The table: the last line of each log."
+    )
+    return [Drawing(figure=plots.training(runs, more=Q), text=text), Grid(header=header, rows=rows), note]
+
+
+Q = (("q", None, "mean Q, reward"), ("q_cost", None, "mean Q, cost"))
+LAST = (
+    ("return", "return"), ("cost", "cost"), ("over_budget", "over budget"), ("lambda", "largest λ"),
+    ("q", "mean Q, reward"), ("q_cost", "mean Q, cost"),
+)  # fmt: skip
+
+
+def _last_row(label: str, log: list[dict[str, Any]], seeds: int) -> list[str]:
+    last = [line for line in log if line.get("return") is not None][-1]
+    numbers = [f"{last[name]:.3g}" if last.get(name) is not None else "–" for name, _ in LAST]
+    return [label, str(seeds), in_words(last["env_steps"]), *numbers]
+
+
+def joined(logs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The logs of several seeds as one, as a run of several seeds writes it: means, and each seed's numbers."""
+    if len(logs) == 1:
+        return logs[0]
+    lines = []
+    for every in zip(*logs, strict=False):
+        names = [name for name in every[0] if all(isinstance(line.get(name), int | float) for line in every)]
+        line = {name: sum(x[name] for x in every) / len(every) for name in names}
+        lines.append({**line, **{f"{name}/seeds": [x[name] for x in every] for name in names}})
+    return lines
 
 
 def steps(found: Found) -> list[Shown]:
