@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import equinox as eqx
 import jax
@@ -21,6 +22,7 @@ from safeicrl.envs.registry import env_to_plain
 from safeicrl.envs.spaces import Box, Discrete
 from safeicrl.errors import UserError, check_risk
 from safeicrl.evaluation.archive import load_results
+from safeicrl.evaluation.statistics import safety
 from safeicrl.nets.guard import Guard, tolerated
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
@@ -402,7 +404,10 @@ def test_a_policy_without_a_guard_has_no_risk():
 
 def test_evaluate_takes_a_risk_or_switches_the_guard_off(guarded, tmp_path, capsys):
     assert main(["evaluate", str(guarded), "--tasks", "4", "--risk", "0.01", "--out", str(tmp_path / "found")]) == 0
-    assert load_results(tmp_path / "found").meta["guard"] == "risk 0.01"
+    found = load_results(tmp_path / "found")
+    assert found.meta["guard"] == "risk 0.01"
+    assert 0 < found.meta["guard_stepped_in"] < 1
+    assert safety([found]).stepped_in == found.meta["guard_stepped_in"]
     assert released(str(guarded), guard=False).meta["guard"] == "off"
     assert released(str(guarded)).meta["guard"] == "risk 0.2"
     assert main(["evaluate", str(guarded), "--risk", "2"]) == 2
@@ -411,3 +416,31 @@ def test_evaluate_takes_a_risk_or_switches_the_guard_off(guarded, tmp_path, caps
     assert "a guard that is off has no risk" in capsys.readouterr().err
     assert main(["evaluate", "--agent", "random", "--no-guard"]) == 2
     assert "the random agent has no guard" in capsys.readouterr().err
+
+
+# -- fitted to a frozen policy
+
+
+def test_a_guard_is_fitted_to_a_policy_that_has_none(tmp_path, capsys):
+    """It learns how often steps cost, the policy stays what it was, and the card says what was done."""
+    config = NetConfig(width=16, heads=2, layers=1, context=12, dtype="float32")
+    net = random_weights(functools.partial(PolicyNet, config, ROOM.spec))
+    card = {
+        "kind": "net", "net": dataclasses.asdict(config), "env": env_to_plain(ROOM), "evaluation": {"of": "old"},
+    }  # fmt: skip
+    save_policy(tmp_path / "bare.safetensors", InContextAgent(net), card)
+    bare, out = str(tmp_path / "bare"), str(tmp_path / "guarded")
+    sizes = ["--depth", "2", "--risk", "0.1", "--rounds", "10", "--rows", "16", "--updates", "40"]
+    assert main(["fit-guard", bare, "--out", out, *sizes, "--learning-rate", "0.01"]) == 0
+    first, *_, last = re.findall(r"chance of ([\d.]+) \(observed ([\d.]+)\)", capsys.readouterr().out)
+    assert abs(float(first[0]) - 0.5) < 0.1  # it knows nothing
+    assert abs(float(last[0]) - float(last[1])) < 0.05
+    policy = load_policy(out)
+    assert (policy.card["guard"], policy.card["guard_fit"]["rounds"]) == ("risk 0.1", 10)
+    assert "evaluation" not in policy.card
+    ours, theirs = (jax.tree.leaves(eqx.filter((n.trunk, n.actor), eqx.is_array)) for n in (net, policy.agent.net))
+    assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert main(["fit-guard", bare, "--out", out]) == 2
+    assert "guarded.safetensors exists" in capsys.readouterr().err
+    assert main(["fit-guard", bare, "--out", str(tmp_path / "other"), "--risk", "1"]) == 2
+    assert "risk must be a number between 0 and 1" in capsys.readouterr().err

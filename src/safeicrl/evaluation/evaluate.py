@@ -98,7 +98,7 @@ def evaluate(
         fault = np.asarray(found)
         refuse_fault(fault, name, [f"task {index[int(fault[1])] % tasks}"])
         parts.append(jax.tree.map(lambda x: np.asarray(x)[:rows], played))
-    whole, spent = jax.tree.map(lambda *x: np.concatenate(x)[:trials], *parts)
+    whole, spent, stepped_in = jax.tree.map(lambda *x: np.concatenate(x)[:trials], *parts)
     provenance = {
         "label": label,
         "env": env_to_plain(env),
@@ -111,6 +111,7 @@ def evaluate(
         **({} if frozen is None else {"task_list": frozen.described()}),
         **({"limits": _plain_limits(sampled)} if hasattr(sampled, "multiplier") else {}),
         **({} if spent is None else {"adaptation": spending(spent)}),
+        **({} if stepped_in is None else {"guard_stepped_in": float(stepped_in.sum() / whole.lengths.sum())}),
         **(meta or {}),
         **surroundings(),
         "seconds": time.perf_counter() - begin,
@@ -180,18 +181,21 @@ def _plain_limits(tasks: PyTree) -> list[float]:
 @eqx.filter_jit
 def _play(
     env: Env, agent: Agent, tasks: PyTree, budgets: jax.Array, key: Key, *, episodes: int, segments: int
-) -> tuple[tuple[Episodes, Spent | None], jax.Array]:
+) -> tuple[tuple[Episodes, Spent | None, jax.Array | None], jax.Array]:
     """Sums per episode, and the first fault; inside one jit, so that the steps themselves are never kept.
 
-    For an agent that updates its parameters: also what it played besides the episodes of the trial.
+    For an agent that updates its parameters: also what it played besides the episodes of the trial. For one with a
+    guard: at how many steps of each trial it stepped in.
     """
     if adapts(agent):
         single, budget = over_rows((jax.tree.map(lambda x: x[:, 0], tasks), budgets[:, 0]))
         found, spent = agent.play_trials(env, single, budget, key, episodes=episodes)  # type: ignore[attr-defined]
-        return everywhere(((found, spent), first_of(spent.fault)))
+        return everywhere(((found, spent, None), first_of(spent.fault)))
     steps = episodes * env.spec.max_steps
     trials = run_trials(env, agent, tasks, budgets, key, episodes=episodes, steps=steps, segments=segments)
-    return everywhere(((episode_sums(trials, episodes), None), first_fault(trials)))
+    guarded = isinstance(trials.extras, dict) and "stepped_in" in trials.extras
+    stepped_in = (trials.extras["stepped_in"] & trials.valid).sum(-1) if guarded else None
+    return everywhere(((episode_sums(trials, episodes), None, stepped_in), first_fault(trials)))
 
 
 def spending(spent: Spent) -> dict[str, Any]:
