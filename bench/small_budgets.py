@@ -2,9 +2,9 @@
 
 python bench/small_budgets.py safe-velocity-half-cheetah   → results/POLICY/below-one.json
 
-For each limit: what the policy does with budgets below 1 and with larger ones, in its first episode and in the last
-five. The reward of a step is the speed in m/s, less what the actions cost (Ant: plus 1 for being alive), so it shows
-how far from the limit the robot runs. The lowest limit that the policy has ever met is half of the base limit.
+For each limit: what the policy does with budgets below 1 and with larger ones, in its first episode and in the
+last five. The reward of a step is the speed in m/s, less what the actions cost (Ant: plus 1 for being alive), so it
+shows how far from the limit the robot runs. The lowest limit of training is half of the base limit.
 """
 
 import argparse
@@ -88,7 +88,8 @@ def main() -> None:
                 f"{limit * base:.2f}", words, str(now["trials"]),
                 f"{now['reward_first']:.2f} → {now['reward_last']:.2f}",
                 f"{now['cost_first']:.2f} → {now['cost_last']:.2f}",
-                f"{now['over_first']:.0%} → {now['over_last']:.1%}", f"{now['over']:.1%}", f"{now['trials_over']:.0%}",
+                f"{now['over_first']:.0%} → {now['over_last']:.1%}", f"{now['over']:.1%}",
+                f"{now['trials_over']:.0%}",
             )  # fmt: skip
     Console(width=140).print(table)
     lowest = {"base_limit": float(base), "lowest_limit_speed": float(base / 2), "last": LAST}
