@@ -48,10 +48,10 @@ def part_of(name):
     return next(part for panel in panels.PANELS for part in panel.parts if part.name == name)
 
 
-def stored(folder, stem, *, costs, returns):
+def stored(folder, stem, *, costs, returns, **more):
     """An evaluation of four rooms with budgets of 1, 2, 8 and 9."""
     meta = {"label": "x", "seed": 7, "budget_range": [1.0, 10.0], "command": "safeicrl evaluate <x> & y"}
-    meta["env"] = {"name": "safe-dark-room", "parameters": {"episodes": 2}}
+    meta |= {"env": {"name": "safe-dark-room", "parameters": {"episodes": 2}}, **more}
     costs, returns = np.asarray(costs, float), np.asarray(returns, float)
     budgets = np.array([1.0, 2.0, 8.0, 9.0])
     results = Results(returns=returns, costs=costs, lengths=np.ones_like(costs), budgets=budgets, meta=meta)
@@ -115,8 +115,21 @@ def test_what_is_missing_is_said_and_never_drawn(room, tmp_path):
     empty, names = build("guard", root=tmp_path, about=[], out=tmp_path / "report")
     page = Page(empty.read_text())
     assert page.sources == []
-    assert names == ["guard-room", "guard-calibration"]
-    assert empty.read_text().count('class="missing"') == 5
+    worlds = ("point", "car", "half-cheetah", "ant")
+    parts = [["guard-room", *(f"guard-{w}" for w in worlds)]]
+    parts += [["guard-calibration", *(f"guard-calibration-{w}" for w in worlds)]]
+    assert names == [*parts[0], *parts[1]]
+    assert empty.read_text().count('class="missing"') == 5 + 4 * 2 + 5
+
+
+def test_the_guards_comparison_says_how_often_it_stepped_in(tmp_path):
+    """One of eight episodes is over budget, by 2; the guard acted at every tenth step."""
+    costs = [[1, 1], [1, 1], [1, 1], [11, 0]]
+    stored(tmp_path, "safe-dark-room-guard/policy", costs=costs, returns=np.ones((4, 2)), guard_stepped_in=0.1)
+    part = part_of("guard-room")
+    *_, brief, largest = part.show(find(part, tmp_path))
+    assert brief.rows == [["guard", "4", "2", "12.50% / 0.00%", "25.00%", "2 / 2", "10.00%"]]
+    assert largest.rows == [["guard", "1", "1", "–", "–", "–", "–", "–", "1", "11", "–"]]  # bins of 0.9, from 1
 
 
 def test_mistakes_are_one_line(capsys, tmp_path):
@@ -237,6 +250,8 @@ def test_every_stored_file_that_a_panel_names_is_found():
         "planner",
         "safe-",  # temperatures
         "guard switched off",
+        "guard at test time only",
+        "calibration",  # of the robots
     )
     assert not {label for label in missing if not label.startswith(fine)}
 
