@@ -16,7 +16,7 @@ from safeicrl.envs.faults import first_of, refuse_fault
 from safeicrl.envs.registry import env_to_plain
 from safeicrl.errors import MOST_EPISODES, MOST_STEPS, UserError, check_budget, check_integer, check_seed
 from safeicrl.evaluation.results import Results
-from safeicrl.evaluation.task_lists import evaluation_keys, load_list, sample_tasks
+from safeicrl.evaluation.task_lists import TaskList, evaluation_keys, load_list, sample_tasks
 from safeicrl.machine.devices import everywhere, make_mesh, over_rows, padded, spread, using
 from safeicrl.optimisers.meta import Spent
 from safeicrl.provenance import surroundings
@@ -76,39 +76,13 @@ def evaluate(
     mesh = devices if isinstance(devices, Mesh) else make_mesh(devices, rows={}, env=env)
     begin = time.perf_counter()
 
-    task_key, run_key = evaluation_keys(seed)
-    if frozen is None:
-        sampled = sample_tasks(env, check_split(split), jax.random.split(task_key, tasks))
-    else:
-        sampled = jax.tree.map(lambda x: x[:tasks], frozen.tasks)
-    sampled = jax.tree.map(_on_host, sampled)
-    steps = episodes * env.spec.max_steps
-    segments = min(segments, max(steps // SEGMENT, 1)) if _grows(agent, sampled, steps) else 1
-    parts, name = [], env_to_plain(env)["name"]
-    agent = spread(agent, mesh)
-    for chunk, first in enumerate(range(0, trials, rows)):
-        # The last chunk is filled up with the first trials, so that all chunks have one shape. A few more rows,
-        # so that all devices have equally many, change nothing: a row's play does not depend on how many there are.
-        index = np.arange(first, first + padded(rows, mesh)) % trials
-        queue = jax.tree.map(lambda x, i=index % tasks: x[i][:, None], sampled)  # [row, 1, ...]
-        key = jax.random.fold_in(run_key, chunk)
-        given = spread((queue, jnp.asarray(budget[index][:, None]), key), mesh)
-        with using(mesh):
-            played, found = _play(env, agent, *given, episodes=episodes, segments=segments)
-        fault = np.asarray(found)
-        refuse_fault(fault, name, [f"task {index[int(fault[1])] % tasks}"])
-        parts.append(jax.tree.map(lambda x: np.asarray(x)[:rows], played))
-    whole, spent, stepped_in = jax.tree.map(lambda *x: np.concatenate(x)[:trials], *parts)
+    sampled = _draw_tasks(env, frozen, tasks, split, seed)
+    whole, spent, stepped_in = _play_all(
+        env, agent, sampled, budget, seed, tasks=tasks, episodes=episodes, rows=rows, segments=segments, mesh=mesh
+    )
     provenance = {
         "label": label,
-        "env": env_to_plain(env),
-        **({"approximation": what} if (what := getattr(env, "approximation", None)) else {}),
-        "split": split,
-        "seed": seed,
-        **({"costs": list(env.spec.costs)} if env.spec.several else {}),
-        "budget_range": range_,
-        "budgets_per_task": budgets_per_task,
-        **({} if frozen is None else {"task_list": frozen.described()}),
+        **_protocol(env, split, seed, range_, budgets_per_task, frozen),
         **({"limits": _plain_limits(sampled)} if hasattr(sampled, "multiplier") else {}),
         **({} if spent is None else {"adaptation": spending(spent)}),
         **({} if stepped_in is None else {"guard_stepped_in": float(stepped_in.sum() / whole.lengths.sum())}),
@@ -117,6 +91,57 @@ def evaluate(
         "seconds": time.perf_counter() - begin,
     }
     return Results(returns=whole.returns, costs=whole.costs, lengths=whole.lengths, budgets=budget, meta=provenance)
+
+
+def _draw_tasks(env: Env, frozen: TaskList | None, tasks: int, split: Split, seed: int) -> PyTree:
+    """The tasks [task], those of the frozen list if there is one, on the host."""
+    if frozen is None:
+        sampled = sample_tasks(env, check_split(split), jax.random.split(evaluation_keys(seed)[0], tasks))
+    else:
+        sampled = jax.tree.map(lambda x: x[:tasks], frozen.tasks)
+    return jax.tree.map(_on_host, sampled)
+
+
+def _play_all(
+    env: Env, agent: Agent, sampled: PyTree, budgets: np.ndarray, seed: int, *, tasks: int, episodes: int,
+    rows: int, segments: int, mesh: Mesh | None,
+) -> tuple[Any, Spent | None, np.ndarray | None]:  # fmt: skip
+    """A trial for each budget, `rows` at a time: Episodes in NumPy arrays, [trial, episode], and as `_play` has them
+    what adapting took and how often a guard stepped in.
+    """
+    trials, steps = len(budgets), episodes * env.spec.max_steps
+    segments = min(segments, max(steps // SEGMENT, 1)) if _grows(agent, sampled, steps) else 1
+    parts, name = [], env_to_plain(env)["name"]
+    agent, run_key = spread(agent, mesh), evaluation_keys(seed)[1]
+    for chunk, first in enumerate(range(0, trials, rows)):
+        # The last chunk is filled up with the first trials, so that all chunks have one shape. A few more rows,
+        # so that all devices have equally many, change nothing: a row's play does not depend on how many there are.
+        index = np.arange(first, first + padded(rows, mesh)) % trials
+        queue = jax.tree.map(lambda x, i=index % tasks: x[i][:, None], sampled)  # [row, 1, ...]
+        key = jax.random.fold_in(run_key, chunk)
+        given = spread((queue, jnp.asarray(budgets[index][:, None]), key), mesh)
+        with using(mesh):
+            played, found = _play(env, agent, *given, episodes=episodes, segments=segments)
+        fault = np.asarray(found)
+        refuse_fault(fault, name, [f"task {index[int(fault[1])] % tasks}"])
+        parts.append(jax.tree.map(lambda x: np.asarray(x)[:rows], played))
+    return jax.tree.map(lambda *x: np.concatenate(x)[:trials], *parts)
+
+
+def _protocol(
+    env: Env, split: Split, seed: int, range_: list[Any], budgets_per_task: int, frozen: TaskList | None
+) -> dict[str, Any]:
+    """What was asked of the agent, as the results keep it."""
+    return {
+        "env": env_to_plain(env),
+        **({"approximation": what} if (what := getattr(env, "approximation", None)) else {}),
+        "split": split,
+        "seed": seed,
+        **({"costs": list(env.spec.costs)} if env.spec.several else {}),
+        "budget_range": range_,
+        "budgets_per_task": budgets_per_task,
+        **({} if frozen is None else {"task_list": frozen.described()}),
+    }
 
 
 def check_size(
