@@ -261,14 +261,21 @@ def test_past_k_is_shown_by_blocks_of_k(tmp_path):
     costs = [[2, 1, 0, 0], [2, 1, 0, 0], [4, 1, 0, 0], [4, 3, 2, 0]]
     stored(tmp_path, "beyond/safe-dark-room-random", costs=costs, returns=np.tile([0.0, 1.0, 1.0, 1.0], (4, 1)))
     episodes = {"returns": [0.0, 0.5, 1.0, 0.0], "costs": [4.0, 2.0, 1.0, 1.0], "over": [1.0, 0.0, 0.0, 0.0]}
-    write_json(tmp_path / "beyond/safe-dark-room.json", {"tasks": 5, "trained_episodes": 2, "episodes": episodes})
+    played = {
+        "tasks": 5,
+        "trained_episodes": 2,
+        "episodes": episodes,
+        "context_full": {"share": 0.5, "median": 3.0},
+    }
+    write_json(tmp_path / "beyond/safe-dark-room.json", played)
     part = part_of("beyond-dark-room")
     drawing, table = part.show(find(part, tmp_path))
     assert table.rows == [
         ["SCARED", "5", "2", "0.250 → 0.500", "3.00 → 1.00", "50.00% → 0.00%"],
         ["random", "4", "2", "0.500 → 1.000", "2.25 → 0.25", "12.50% → 0.00%"],
     ]
-    assert len(drawing.figure.axes[0].lines) == 4  # two curves, and K for each
+    curve, k, full, *others = drawing.figure.axes[0].lines  # two curves, K for each, one context that fills up
+    assert (len(curve.get_xdata()), k.get_xdata()[0], full.get_xdata()[0], len(others)) == (4, 2, 3.0, 2)
 
 
 def test_one_rule_chooses_the_temperature(tmp_path):

@@ -353,7 +353,9 @@ def beyond(found: Found) -> list[Shown]:
             y = own.curves[name]
             axis.plot(np.arange(1, len(y) + 1), y, color=colour, linewidth=1, label=label)
             axis.axvline(own.known, color="#bb0000", linestyle=":", linewidth=0.8)
-        axis.set(title=title, xlabel="episode (dotted: K)", ylim=(0, None))
+            if own.full is not None:
+                axis.axvline(own.full, color=colour, linestyle="--", linewidth=0.8)
+        axis.set(title=title, xlabel="episode (dotted: K, dashed: context full)", ylim=(0, None))
     axes[1].yaxis.set_major_formatter(mpl.ticker.PercentFormatter(xmax=1))
     figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, loc="outside right upper", fontsize=8)
     rows = [
@@ -374,6 +376,7 @@ class PlayedOn(NamedTuple):
     tasks: int
     known: int  # K
     curves: dict[str, np.ndarray]  # returns, costs, over: means over tasks, [episode]
+    full: float | None = None  # episode in which the context is full: the median of the trials where it ever is
 
 
 def _played_on(value: Any) -> PlayedOn:
@@ -381,9 +384,19 @@ def _played_on(value: Any) -> PlayedOn:
     if isinstance(value, Results):
         curves = {name: getattr(value, name).mean(axis=0) for name, _ in BLOCKS}
         known = int(value.meta["env"]["parameters"]["episodes"])
-        return PlayedOn(tasks=len(value.returns), known=known, curves=curves)
+        return PlayedOn(tasks=len(value.returns), known=known, curves=curves, full=_full_from(value))
     curves = {name: np.asarray(value["episodes"][name], float) for name, _ in BLOCKS}
-    return PlayedOn(tasks=value["tasks"], known=value["trained_episodes"], curves=curves)
+    full = value.get("context_full", {}).get("median")
+    return PlayedOn(tasks=value["tasks"], known=value["trained_episodes"], curves=curves, full=full)
+
+
+def _full_from(results: Results) -> float | None:
+    """See `PlayedOn.full`; None where no context fills up, or the agent's card has none."""
+    context = results.meta.get("card", {}).get("net", {}).get("context")
+    if context is None:
+        return None
+    full = results.lengths.cumsum(axis=1) > context
+    return float(np.median(full.argmax(axis=1)[full.any(axis=1)] + 1)) if full.any() else None
 
 
 def _blocks(own: PlayedOn, name: str, form: str) -> str:
