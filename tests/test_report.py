@@ -1,6 +1,7 @@
 """The report: it shows what is stored, says what is missing, and needs nothing but itself."""
 
 import re
+import shlex
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -16,11 +17,13 @@ from safeicrl.cli.training import asked_recipe
 from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import save_results
 from safeicrl.evaluation.results import Results
+from safeicrl.files import write_json
 from safeicrl.log import read_metrics
 from safeicrl.recipes.form import train_form
-from safeicrl.show.report import jobs, panels, settings, training
+from safeicrl.show.report import jobs, panels, safe_ad, settings, training
 from safeicrl.show.report.content import Found, Grid, find
 from safeicrl.show.report.reproduce import build
+from safeicrl.show.report.steps import trained_on
 
 ROOT = Path(__file__).parents[1]
 STORED = ROOT / "results"
@@ -50,6 +53,7 @@ def part_of(name):
 def stored(folder, stem, *, costs, returns):
     """An evaluation of four rooms with budgets of 1, 2, 8 and 9."""
     meta = {"label": "x", "seed": 7, "budget_range": [1.0, 10.0], "command": "safeicrl evaluate <x> & y"}
+    meta["env"] = {"name": "safe-dark-room", "parameters": {"episodes": 2}}
     costs, returns = np.asarray(costs, float), np.asarray(returns, float)
     budgets = np.array([1.0, 2.0, 8.0, 9.0])
     results = Results(returns=returns, costs=costs, lengths=np.ones_like(costs), budgets=budgets, meta=meta)
@@ -95,7 +99,7 @@ def test_the_numbers_of_the_page_are_those_of_the_files(room):
     assert row[3] == "2.5 ± 0.5"
     assert row[4] == "2.5 [2, 3]"  # the middle half of four 2s and four 3s; a sample may hold one seed only
     assert row[6] == "3 → 0.5"
-    assert row[7:] == ["8.3% / 0.0%", "25%"]
+    assert row[7:] == ["8.3% / 0.0%", "25%", "–"]  # no card says what these were trained on
 
 
 def test_budgets_are_told_apart_and_the_largest_cost_is_of_a_trial(room):
@@ -150,6 +154,46 @@ def test_training_budgets_are_those_of_the_logs():
     assert rows["safe-velocity-half-cheetah: all stages"][2:4] == ["840", f"{short + whole:,}"]
 
 
+def test_every_result_states_the_steps_it_was_trained_on():
+    """A card has the steps of its last stage, but Point has four, in their logs. The room: to each checkpoint."""
+    point, room = (find(part_of(f"episodes-{world}"), STORED) for world in ("point", "dark-room"))
+    steps = {label: trained_on(STORED, files) for label, files in point.files.items()}
+    logs = (STORED / "safe-dark-point" / "training").glob("[0-9]-*/metrics.jsonl")
+    total = sum(read_metrics(log)[-1]["env_steps"] for log in logs)
+    assert steps["SCARED"] == f"{total / 1e6:.3g} million"
+    assert steps["privileged"] == "18.8 million"
+    assert steps["random"] == "–"
+    assert trained_on(STORED, room.files["SCARED"]) == "210 million"  # of 240, 173 and 217
+
+
+def test_logs_of_seeds_are_drawn_as_one_run():
+    one = [{"env_steps": 10, "q": 1.0, "by_bin": [1, 2]}, {"env_steps": 20, "eval/cost": 4.0}]
+    two = [{"env_steps": 14, "q": 2.0, "by_bin": [1, 2]}, {"env_steps": 24, "eval/cost": 5.0}, {"env_steps": 30}]
+    first, second = training.joined([one, two])
+    assert first == {"env_steps": 12.0, "q": 1.5, "env_steps/seeds": [10, 14], "q/seeds": [1.0, 2.0]}
+    assert second["eval/cost/seeds"] == [4.0, 5.0]
+    assert training.joined([one]) is one
+
+
+def test_safe_ads_budget_is_that_of_its_log_and_its_data(tmp_path):
+    """By hand: 40 iterations of 50 updates; 3 histories of 2000 steps; 90 seconds."""
+    run, data = tmp_path / "safe-ad" / "training" / "point", tmp_path / "safe-ad" / "histories"
+    run.mkdir(parents=True)
+    data.mkdir()
+    net = {"width": 256, "layers": 8, "context": 200}
+    algo = {"histories": "histories/point", "updates": 50, "batch": 128, "net": net}
+    write_json(run / "config.json", {"algo": {"config": algo}, "train": {"seed": 0}, "device": "a machine"})
+    (run / "metrics.jsonl").write_text('{"iteration": 40, "env_steps": 51200000, "seconds": 90, "loss": 0.5}\n')
+    write_json(data / "point.json", {"arrays": {"reward": {"shape": [3, 2000]}}})
+    part = part_of("training-safe-ad")
+    found = find(part, tmp_path)
+    (table, _) = part.show(found)
+    network = "width 256, 8 layers, 200 steps"
+    numbers = ["0.01 million", "2,000", "128", "51 million", "1.5", "a machine"]
+    assert table.rows == [["Safe AD, point", network, *numbers]]
+    assert {need.label for need in found.missing} >= {"Safe AD, sampled, point", "Safe AD, car", "Safe AD, ant"}
+
+
 def test_gradient_updates_of_an_iteration():
     """Safe AD says how many; the `updates` of a meta-learner are those of a test, and may be None."""
     assert training._updates({"updates": 10, "histories": "h"}) == 10
@@ -184,13 +228,48 @@ def test_every_stored_file_that_a_panel_names_is_found():
         "long context",
         "half the width",
         "double width",
+        "default",
+        "exact",
         "naive",
         "Algorithm 1",
-        "safe-dark-car",
-        "safe-velocity",
+        "SCARED",  # past K with Car, HalfCheetah and Ant; on the wide lists
+        "wiped",
+        "random",
+        "explorer",
+        "planner",
+        "safe-",  # temperatures
         "guard switched off",
     )
     assert not {label for label in missing if not label.startswith(fine)}
+
+
+def test_past_k_is_shown_by_blocks_of_k(tmp_path):
+    """K = 2. An evaluation of four episodes beside a file of bench/beyond.py: both as two blocks."""
+    costs = [[2, 1, 0, 0], [2, 1, 0, 0], [4, 1, 0, 0], [4, 3, 2, 0]]
+    stored(tmp_path, "beyond/safe-dark-room-random", costs=costs, returns=np.tile([0.0, 1.0, 1.0, 1.0], (4, 1)))
+    episodes = {"returns": [0.0, 0.5, 1.0, 0.0], "costs": [4.0, 2.0, 1.0, 1.0], "over": [1.0, 0.0, 0.0, 0.0]}
+    write_json(tmp_path / "beyond/safe-dark-room.json", {"tasks": 5, "trained_episodes": 2, "episodes": episodes})
+    part = part_of("beyond-dark-room")
+    drawing, table = part.show(find(part, tmp_path))
+    assert table.rows == [
+        ["SCARED", "5", "2", "0.250 → 0.500", "3.00 → 1.00", "50.00% → 0.00%"],
+        ["random", "4", "2", "0.500 → 1.000", "2.25 → 0.25", "12.50% → 0.00%"],
+    ]
+    assert len(drawing.figure.axes[0].lines) == 4  # two curves, and K for each
+
+
+def test_one_rule_chooses_the_temperature(tmp_path):
+    """The greatest return of those within 3% over budget, though a riskier one earns more."""
+    for name, total, cost in (("0.1", 1.0, 0.0), ("0.5", 2.0, 0.0), ("1", 3.0, 5.0)):
+        folder = "safe-dark-room/validation"
+        stored(tmp_path, f"{folder}/{name}", costs=np.full((4, 3), cost), returns=np.full((4, 3), total))
+    part = part_of("temperatures")
+    table, _ = part.show(find(part, tmp_path))
+    assert [row[1:] for row in table.rows] == [
+        ["0.1", "4", "3", "0.00%", ""],
+        ["0.5", "4", "6", "0.00%", "chosen"],
+        ["1", "4", "9", "50.00%", ""],
+    ]
 
 
 def test_drawing_stored_results_does_not_import_jax(tmp_path):
@@ -292,6 +371,17 @@ def test_every_command_of_a_small_scale_can_be_parsed_and_writes_what_a_panel_ne
         assert used, job.name
         for step in job.steps:
             check(step)
+
+
+def test_every_command_of_safe_ad_can_be_parsed():
+    pytest.importorskip("mujoco")
+    for world in safe_ad.DATA:
+        *_, need = safe_ad.needs(world, 200)  # the other ones have fewer options
+        collect, train, evaluate = (shlex.split(line)[1:] for line in need.command.splitlines())
+        check(train)
+        check(evaluate)
+        histories, run = (words[words.index("--out") + 1] for words in (collect, train))
+        assert [histories, run] == [train[train.index("--algo.histories") + 1], evaluate[1]]
 
 
 def check(step):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
 from safeicrl.cli.evaluating import compare, evaluate, plot
-from safeicrl.cli.exporting import export
+from safeicrl.cli.exporting import export, fit_guard
 from safeicrl.cli.options import first_line
 from safeicrl.cli.showing import demo, list_names, play, reproduce
 from safeicrl.cli.training import collect, sweep, train
@@ -130,6 +130,7 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "collect": collect,
     "evaluate": evaluate,
     "export": export,
+    "fit-guard": fit_guard,
     "compare": compare,
     "plot": plot,
     "reproduce": reproduce,

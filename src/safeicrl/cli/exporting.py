@@ -1,7 +1,8 @@
-"""The command that takes a policy elsewhere: export."""
+"""The commands that write a policy from another one: export, fit-guard."""
 
+import dataclasses
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +10,8 @@ import tyro
 
 from safeicrl.cli.options import parse
 from safeicrl.errors import UserError
+
+# -- export -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,3 +97,37 @@ def _export_onnx(policy: str, out: Path, options: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = export_onnx(load_policy(export_policy(policy, Path(folder) / "policy", **options)), out)
     print(f"wrote {path}; examples/onnx_runner.py acts with it, without JAX")
+
+
+# -- fit-guard --------------------------------------------------------------------------------------------
+
+
+def fit_guard(args: list[str]) -> None:
+    """Fit a guard to a frozen policy that has none, from what it plays: fit-guard POLICY --out FILE."""
+    from safeicrl.optimisers.guard_fit import GuardFitConfig, GuardRound
+    from safeicrl.policies.add_guard import add_guard
+
+    helped = lambda kind, text: Annotated[kind, tyro.conf.arg(help=text)]  # noqa: E731
+    form = dataclasses.make_dataclass(
+        "FitGuard",
+        [
+            ("policy", Annotated[str, tyro.conf.Positional, tyro.conf.arg(help="name or path of the policy")]),
+            ("out", helped(Path, "file to write: OUT.safetensors, and its card OUT.json")),
+            ("overwrite", helped(bool, "replace an existing file"), field(default=False)),
+            ("what", Annotated[GuardFitConfig, tyro.conf.arg(name="")], field(default=GuardFitConfig())),
+        ],
+        frozen=True,
+    )
+    form.__doc__ = fit_guard.__doc__
+    asked: Any = parse("fit-guard", form, args)
+
+    def say(now: GuardRound) -> None:
+        if now.round == 1 or now.round % 5 == 0:
+            print(
+                f"round {now.round} of {asked.what.rounds}: a step costs with a chance of {now.predicted:.3f} "
+                f"(observed {now.observed:.3f}), cross-entropy {now.loss:.4f}, {now.steps:,} steps"
+            )
+
+    path = add_guard(asked.policy, asked.out, asked.what, overwrite=asked.overwrite, report=say)
+    print(f"wrote {path} and {path.with_suffix('.json')}, risk {asked.what.risk:g}")
+    print(f"evaluate it:  safeicrl evaluate {path}")

@@ -77,7 +77,7 @@ def evaluate(
     begin = time.perf_counter()
 
     sampled = _draw_tasks(env, frozen, tasks, split, seed)
-    whole, spent = _play_all(
+    whole, spent, stepped_in = _play_all(
         env, agent, sampled, budget, seed, tasks=tasks, episodes=episodes, rows=rows, segments=segments, mesh=mesh
     )
     provenance = {
@@ -85,6 +85,7 @@ def evaluate(
         **_protocol(env, split, seed, range_, budgets_per_task, frozen),
         **({"limits": _plain_limits(sampled)} if hasattr(sampled, "multiplier") else {}),
         **({} if spent is None else {"adaptation": spending(spent)}),
+        **({} if stepped_in is None else {"guard_stepped_in": float(stepped_in.sum() / whole.lengths.sum())}),
         **(meta or {}),
         **surroundings(),
         "seconds": time.perf_counter() - begin,
@@ -104,8 +105,11 @@ def _draw_tasks(env: Env, frozen: TaskList | None, tasks: int, split: Split, see
 def _play_all(
     env: Env, agent: Agent, sampled: PyTree, budgets: np.ndarray, seed: int, *, tasks: int, episodes: int,
     rows: int, segments: int, mesh: Mesh | None,
-) -> tuple[Any, Spent | None]:  # fmt: skip
-    """A trial for each budget, `rows` at a time: Episodes in NumPy arrays, [trial, episode]; what adapting took."""
+) -> tuple[Any, Spent | None, np.ndarray | None]:  # fmt: skip
+    """A trial for each budget, `rows` at a time: Episodes in NumPy arrays, [trial, episode].
+
+    Also, as `_play` has them, what adapting took and how often a guard stepped in.
+    """
     trials, steps = len(budgets), episodes * env.spec.max_steps
     segments = min(segments, max(steps // SEGMENT, 1)) if _grows(agent, sampled, steps) else 1
     parts, name = [], env_to_plain(env)["name"]
@@ -203,18 +207,21 @@ def _plain_limits(tasks: PyTree) -> list[float]:
 @eqx.filter_jit
 def _play(
     env: Env, agent: Agent, tasks: PyTree, budgets: jax.Array, key: Key, *, episodes: int, segments: int
-) -> tuple[tuple[Episodes, Spent | None], jax.Array]:
+) -> tuple[tuple[Episodes, Spent | None, jax.Array | None], jax.Array]:
     """Sums per episode, and the first fault; inside one jit, so that the steps themselves are never kept.
 
-    For an agent that updates its parameters: also what it played besides the episodes of the trial.
+    For an agent that updates its parameters: also what it played besides the episodes of the trial. For one with a
+    guard: at how many steps of each trial it stepped in.
     """
     if adapts(agent):
         single, budget = over_rows((jax.tree.map(lambda x: x[:, 0], tasks), budgets[:, 0]))
         found, spent = agent.play_trials(env, single, budget, key, episodes=episodes)  # type: ignore[attr-defined]
-        return everywhere(((found, spent), first_of(spent.fault)))
+        return everywhere(((found, spent, None), first_of(spent.fault)))
     steps = episodes * env.spec.max_steps
     trials = run_trials(env, agent, tasks, budgets, key, episodes=episodes, steps=steps, segments=segments)
-    return everywhere(((episode_sums(trials, episodes), None), first_fault(trials)))
+    guarded = isinstance(trials.extras, dict) and "stepped_in" in trials.extras
+    stepped_in = (trials.extras["stepped_in"] & trials.valid).sum(-1) if guarded else None
+    return everywhere(((episode_sums(trials, episodes), None, stepped_in), first_fault(trials)))
 
 
 def spending(spent: Spent) -> dict[str, Any]:

@@ -172,15 +172,22 @@ def _sizes(seeds: Sequence[Results]) -> str:
 
 
 @mpl.rc_context(STYLE)
-def training(runs: Sequence[tuple[str, list[dict[str, Any]], str]]) -> Figure:
-    """Training curves against env steps: (name, lines of metrics.jsonl, command) per run."""
-    figure, axes = _figure(2, 2, (8.4, 5.6))
+def training(
+    runs: Sequence[tuple[str, list[dict[str, Any]], str]], more: Sequence[tuple[str, str | None, str]] = ()
+) -> Figure:
+    """Training curves against env steps: (name, lines of metrics.jsonl, command) per run.
+
+    `more` adds panels: (number of the log, number of an evaluation or None, title) each, an even number of them.
+    """
+    rows = 2 + len(more) // 2
+    figure, axes = _figure(rows, 2, (8.4, 2.8 * rows))
     playing = any("lambda" in line for _, log, _ in runs for line in log)  # Safe AD only reads histories
     panels = (
         ("return", "eval/last_return", "episode return"),
         ("cost", "eval/cost", "episode cost (dotted: mean budget)"),
         ("over_budget", "eval/over_budget", "share of episodes over budget"),
         ("lambda", None, "multiplier λ") if playing else ("loss", None, "loss"),
+        *more,
     )
     for axis, (name, evaluated, title) in zip(axes.ravel(), panels, strict=True):
         lines = []

@@ -231,6 +231,8 @@ class PPO:
 
         targets = jax.lax.stop_gradient(values) + advantages / scale[:, None, None]
         critic = jnp.stack([_mean((v - t) ** 2, mask) for v, t in zip(values, targets, strict=True)])
+        # V + A is an estimate of Q of the action taken: the off-policy optimiser logs its Q by the same names.
+        q, q_cost = (_mean(t * s, mask) for t, s in zip(targets, scale, strict=True))
         metrics = {
             **guard_metrics,
             "actor_loss": actor,
@@ -239,6 +241,8 @@ class PPO:
             "entropy": randomness,
             "clipped": _mean((jnp.abs(ratio - 1) > self.config.clip).astype(jnp.float32), mask),
             "kl": _mean(ratio - 1 - jnp.log(ratio), mask),
+            "q": q,
+            "q_cost": q_cost,
         }
         rms = jnp.sqrt(jnp.stack([_mean((t * s) ** 2, mask) for t, s in zip(targets, scale, strict=True)]))
         scale = 0.99 * scale + 0.01 * jnp.maximum(rms, 1e-2)

@@ -1,6 +1,6 @@
 """How the panels are drawn: figures of `evaluation.plots`, and tables of the numbers behind them."""
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
@@ -11,8 +11,9 @@ from matplotlib.patches import Circle
 from safeicrl.evaluation import plots
 from safeicrl.evaluation.plots import PALETTE, STYLE, Groups
 from safeicrl.evaluation.results import Results
-from safeicrl.evaluation.statistics import bootstrap, budget_bins, standard_error, summarise
-from safeicrl.show.report.content import Drawing, Found, Grid, Shown
+from safeicrl.evaluation.statistics import bootstrap, budget_bins, rank, standard_error, summarise
+from safeicrl.show.report.content import Drawing, File, Found, Grid, Shown
+from safeicrl.show.report.steps import trained_on
 
 ALPHA = 0.5  # the paper's
 SIZE = 9  # of the paper's room
@@ -33,12 +34,13 @@ def episodes(found: Found, *, table_only: tuple[str, ...] = ()) -> list[Shown]:
     if not groups:
         return []
     text = f"Return and cost by episode: {', '.join(drawn)}."
-    rows = [_ends(label, seeds) for label, seeds in groups.items()]
+    rows = [[*_ends(label, seeds), trained_on(found.root, found.files[label])] for label, seeds in groups.items()]
     first = summarise(next(iter(groups.values()))[0])
     header = (
         "", "tasks", "seeds", f"return of {first.episodes} episodes", "interquartile mean of it, 95% interval",
         f"return, first → {first.last_name}",
         f"cost, first → {first.last_name}", f"episodes over budget, all / {first.last_name}", "trials ever over",
+        "environment steps of training, per seed",
     )  # fmt: skip
     return [Drawing(figure=plots.by_episode(drawn), text=text), Grid(header=header, rows=rows)]
 
@@ -67,6 +69,15 @@ def _ends(label: str, seeds: list[Results]) -> list[str]:
         f"{mean(lambda x: x.over_budget):.1%} / {mean(lambda x: x.over_budget_last):.1%}",
         f"{np.mean([r.over.any(axis=1).mean() for r in seeds]):.0%}",
     ]
+
+
+def by_setting(found: Found, *, setting: str) -> list[Shown]:
+    """`episodes` of runs that differ in one setting of their network, whose value is on their cards."""
+    files: dict[str, list[File]] = {}
+    for label, own in found.files.items():
+        net = (own[0].value.meta.get("card") or {}).get("net") or {}
+        files[f"{setting} {net[setting]}" if setting in net else label] = own
+    return episodes(Found(root=found.root, files=files))
 
 
 def budgets(found: Found, *, over: bool = False, table_only: tuple[str, ...] = ()) -> list[Shown]:
@@ -236,7 +247,7 @@ def published(found: Found) -> list[Shown]:
 
 # What --preset darkroom-paper still does differently from the printed algorithm.
 DEPARTURES = (
-    ("one trajectory, then one update", "128 rows side by side, then 64 updates; a row holds several trials"),
+    ("one trajectory, then one update", "8 rows side by side, then 64 updates; a row holds several trials"),
     ("TD errors in raw units", "Q and its targets in units of their running scale"),
     ("actions sampled from the policy alone", "an ε of random actions, which falls over the first half"),
     ("λ from the episodes of the replayed batch", "λ from the trials just played (penalty.source rollout); "
@@ -244,7 +255,7 @@ DEPARTURES = (
     ("C_max is reset in every episode, so the last episode counts", "C_max is the largest of the trajectory"),
     ("λ unbounded", "λ at most at its cap"),
     ("8 heads, lr 3e-4, betas (0.9, 0.99), batch 32", "the same"),
-    ("replay of 100,000", "2048 rows of 1500 steps"),
+    ("replay of 100,000", "2048 rows of 1500 steps: all 672 of the run"),
     ("embedding dropout 5", "none: a rate of 5 has no meaning"),
 )  # fmt: skip
 
@@ -310,22 +321,72 @@ def calibration(found: Found) -> list[Shown]:
 
 @mpl.rc_context(STYLE)
 def beyond(found: Found) -> list[Shown]:
-    """Return and share over budget by episode, past the K of training."""
-    (label, files), *_ = found.files.items()
-    value = files[0].value
-    figure = Figure(figsize=(8.4, 2.6))
+    """Return and share over budget by episode, past the K of training, and their means by blocks of K episodes."""
+    played = {label: _played_on(files[0].value) for label, files in found.files.items()}
+    figure = Figure(figsize=(8.4, 2.8))
     axes = figure.subplots(1, 2)
     for axis, name, title in zip(axes, ("returns", "over"), ("episode return", "share over budget"), strict=True):
-        y = np.asarray(value["episodes"][name], float)
-        axis.plot(np.arange(1, len(y) + 1), y, color=PALETTE[0], linewidth=1)
-        axis.axvline(value["trained_episodes"], color="#bb0000", linestyle=":")
-        axis.set(title=f"{title} ({value['tasks']} tasks)", xlabel="episode (dotted: K)", ylim=(0, None))
+        for colour, (label, own) in zip((*PALETTE, "#999999", "#555555", "#000000"), played.items(), strict=False):
+            y = own.curves[name]
+            axis.plot(np.arange(1, len(y) + 1), y, color=colour, linewidth=1, label=label)
+            axis.axvline(own.known, color="#bb0000", linestyle=":", linewidth=0.8)
+        axis.set(title=title, xlabel="episode (dotted: K)", ylim=(0, None))
     axes[1].yaxis.set_major_formatter(mpl.ticker.PercentFormatter(xmax=1))
+    figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, loc="outside right upper", fontsize=8)
     rows = [
-        [f"{a}–{b}", f"{block['return']:.3f}", f"{block['cost']:.2f}", f"{block['over']:.2%}"]
-        for block in value["blocks"]
-        for a, b in [block["episodes"]]
+        [label, str(own.tasks), str(own.known), *(_blocks(own, name, form) for name, form in BLOCKS)]
+        for label, own in played.items()
     ]
-    text = f"{label}: return and share over budget past the {value['trained_episodes']} episodes of training."
-    header = ("episodes", "return", "cost", "over budget")
+    text = f"Return and share over budget past the episodes of training: {', '.join(played)}."
+    header = ("", "tasks", "K", "return per episode, by blocks of K episodes", "cost", "over budget")
     return [Drawing(figure=figure, text=text), Grid(header=header, rows=rows)]
+
+
+BLOCKS = (("returns", ".3f"), ("costs", ".2f"), ("over", ".2%"))
+
+
+class PlayedOn(NamedTuple):
+    """An agent that went on playing."""
+
+    tasks: int
+    known: int  # K
+    curves: dict[str, np.ndarray]  # returns, costs, over: means over tasks, [episode]
+
+
+def _played_on(value: Any) -> PlayedOn:
+    """Of an evaluation, or of the file that bench/beyond.py writes."""
+    if isinstance(value, Results):
+        curves = {name: getattr(value, name).mean(axis=0) for name, _ in BLOCKS}
+        known = int(value.meta["env"]["parameters"]["episodes"])
+        return PlayedOn(tasks=len(value.returns), known=known, curves=curves)
+    curves = {name: np.asarray(value["episodes"][name], float) for name, _ in BLOCKS}
+    return PlayedOn(tasks=value["tasks"], known=value["trained_episodes"], curves=curves)
+
+
+def _blocks(own: PlayedOn, name: str, form: str) -> str:
+    y = own.curves[name]
+    return " → ".join(format(y[first : first + own.known].mean(), form) for first in range(0, len(y), own.known))
+
+
+def temperatures(found: Found) -> list[Shown]:
+    """What each temperature brought on validation tasks, and which one the rule takes."""
+    rows = []
+    for label, files in found.files.items():
+        tried = {file.path.stem.rpartition("-")[2]: summarise(file.value) for file in files}
+        best = max(tried, key=lambda name: rank(tried[name], TOLERANCE))
+        rows += [
+            [
+                label if index == 0 else "", name, str(one.tasks), f"{one.total_return:.4g}",
+                f"{one.over_budget:.2%}", "chosen" if name == best else "",
+            ]
+            for index, (name, one) in enumerate(tried.items())
+        ]  # fmt: skip
+    note = (
+        "The rule, the same for every method: the greatest return among the temperatures with at most "
+        f"{TOLERANCE:.0%} of the episodes over budget; where there is none, the fewest over budget. Frozen list "
+        "“validation”, budgets and actions of seed 1000. The reported tasks are others."
+    )
+    return [Grid(header=("", "temperature", "tasks", "return", "over budget", "by the rule"), rows=rows), note]
+
+
+TOLERANCE = 0.03  # of the episodes, over budget, in the choice of a temperature

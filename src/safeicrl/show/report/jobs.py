@@ -138,17 +138,19 @@ def _room_jobs(size: Size, folder: Path) -> list[Job]:
             ),
             _evaluate(paper / "training", paper / "policy", "Algorithm 1 as printed", size.tasks),
         )),
-        Job(name="naive", panels=("scared-ablations",), steps=(
-            _scared(size, ablated / "naive", "--algo.penalty.dual", "naive"),
-        )),
     ]  # fmt: skip
-    for name, option, value in (
-        ("context-short", "--algo.net.context", "30"),
-        ("width-half", "--algo.net.width", "16"),
-        ("width-double", "--algo.net.width", "64"),
+    half = str(size.rows // 2), str(size.rows // 8)
+    long = ("--algo.net.context", "360", "--algo.episodes", "30", "--algo.steps", "360")
+    for name, options in (
+        ("base", ("--seeds", "2")),
+        ("naive", ("--algo.penalty.dual", "naive")),
+        ("context-short", ("--algo.net.context", "18")),
+        ("context-long", (*long, "--algo.rows", half[0], "--algo.ppo.minibatch", half[1])),
+        ("width-half", ("--algo.net.width", "16")),
+        ("width-double", ("--algo.net.width", "64")),
     ):
-        run = folder / "runs" / name
-        steps = (_scared(size, run, option, value), _evaluate(run, ablated / name, name, size.tasks))
+        run = ablated / "training" / name
+        steps = (_scared(size, run, *options), _evaluate(run, ablated / name, name, size.tasks))
         found.append(Job(name=name, panels=("scared-ablations",), steps=steps))
     return found
 

@@ -6,8 +6,9 @@ results of the paper's scale and those of a smoke run, and shows what is missing
 
 from functools import partial
 
-from safeicrl.show.report import draw, training
+from safeicrl.show.report import draw, safe_ad, training
 from safeicrl.show.report.content import Need, Panel, Part
+from safeicrl.show.report.safe_ad import ENGINE, REAL
 from safeicrl.show.report.settings import TABLES, settings_parts
 
 # world, as in the files of the other methods → (title, folder of SCARED's results, tasks, preset)
@@ -18,9 +19,6 @@ WORLDS = {
     "half-cheetah": ("SafeVelocity, HalfCheetah", "safe-velocity-half-cheetah", 200, "half-cheetah"),
     "ant": ("SafeVelocity, Ant", "safe-velocity-ant", 200, "ant"),
 }
-# Car and Ant learn in approximate physics and are evaluated in their own.
-ENGINE = {"car": " --env.engine planar", "ant": " --env.engine euler"}
-REAL = {"car": " --env-args engine=auto", "ant": " --env-args engine=auto"}
 
 
 def _trained(label: str, preset: str, run: str, evaluate: str, stem: str, *options: str) -> Need:
@@ -41,24 +39,6 @@ def _scared(world: str) -> Need:
             "safe-dark-room/three-seeds/policy", "--seeds 3",
         )  # fmt: skip
     return _trained("SCARED", preset, preset, f"{REAL.get(world, '')} --tasks {tasks}", f"{folder}/policy")
-
-
-def _safe_ad(world: str) -> Need:
-    _, folder, tasks, _ = WORLDS[world]
-    if world == "dark-room":
-        collect = (
-            "safeicrl collect --tasks 405 --steps 3300 --group 405 --learner.learning-rate 3e-3 --learner.epochs 4 "
-            "--out histories/safe-dark-room-many"
-        )
-        train = "safeicrl train --preset darkroom-safe-ad-tuned --out runs/safe-ad-dark-room"
-    else:
-        collect = f"safeicrl collect --env {folder}"
-        train = f"safeicrl train --algo safe-ad --env {folder} --out runs/safe-ad-{world}"
-    evaluate = (
-        f"safeicrl evaluate runs/safe-ad-{world} --tasks {tasks} --label 'Safe AD' --out results/safe-ad/{world}"
-    )
-    files = (f"safe-ad/{world}.npz", f"safe-ad/{world}-seed?.npz")
-    return Need(label="Safe AD", files=files, command=f"{collect}\n{train}\n{evaluate}")
 
 
 def _meta(world: str) -> tuple[Need, ...]:
@@ -93,7 +73,7 @@ def _line(world: str, line: str) -> Need:
 
 def _methods(world: str) -> tuple[Need, ...]:
     """Every method of the paper in one world, then the baselines of this library."""
-    paper = (_scared(world), _safe_ad(world), *_meta(world))
+    paper = (_scared(world), *safe_ad.needs(world, WORLDS[world][2]), *_meta(world))
     if world == "dark-room":
         own = tuple(_reference(world, agent) for agent in ("explorer", "planner", "random"))
         return (*paper, SHORT_SAFE_AD, *own)
@@ -121,41 +101,47 @@ SHORT_SAFE_AD = Need(
 )
 
 
-def _ablated(label: str, stem: str, option: str) -> Need:
+# What each of SCARED's ablations is trained with: 32 million steps, evaluated once, at the end.
+ABLATED = "--algo.iterations 42 --evaluation.every 0"
+# A context of 3000 steps needs trials of 100 episodes. With half as many rows an update has as many steps.
+LONG = "--algo.net.context 3000 --algo.episodes 100 --algo.steps 3000 --algo.rows 256 --algo.ppo.minibatch 16"
+
+
+def _ablated(label: str, stem: str, *option: str) -> Need:
     """One of SCARED's ablations in the paper's room, with the option that sets it."""
     return _trained(
-        label, "darkroom", f"scared-{stem}", " --tasks 1000 --temperature 0.4", f"scared-ablations/{stem}", option
+        label, "darkroom", f"{stem}-seed0", " --tasks 1000 --rows 500", f"scared-ablations/{stem}", ABLATED, *option
     )
 
 
-BASE = _scared("dark-room")
+def _log(label: str, stem: str, option: str = "") -> Need:
+    """The training logs of an ablation, one per seed."""
+    folder = f"scared-ablations/training/{stem}"
+    return Need(
+        label=label,
+        files=(f"{folder}/metrics.jsonl", f"{folder}-seed?/metrics.jsonl"),
+        command=f"safeicrl train --preset darkroom {ABLATED} {option}--out results/{folder}",
+    )
+
+
+DEFAULT = _ablated("default", "base")
 CONTEXT = (
     _ablated("short context", "context-short", "--algo.net.context 150"),
-    BASE,
-    _ablated("long context", "context-long", "--algo.net.context 3000 --algo.steps 3000 --algo.episodes 100"),
+    DEFAULT,
+    _ablated("long context", "context-long", LONG),
 )
 WIDTH = (
     _ablated("half the width", "width-half", "--algo.net.width 32"),
-    BASE,
+    DEFAULT,
     _ablated("double width", "width-double", "--algo.net.width 128"),
 )
-DUAL = (
-    Need(
-        label="exact",
-        files=("safe-dark-room/training/metrics.jsonl",),
-        command="safeicrl train --preset darkroom --seeds 3 --out results/safe-dark-room/training",
-    ),
-    Need(
-        label="naive",
-        files=("scared-ablations/naive/metrics.jsonl",),
-        command="safeicrl train --preset darkroom --seeds 3 --algo.penalty.dual naive --out "
-        "results/scared-ablations/naive",
-    ),
-)
+NAIVE = "--algo.penalty.dual naive"
+DUAL = (_log("exact", "base"), _log("naive", "naive", f"{NAIVE} "))
+DUAL_EPISODES = (_ablated("exact", "base"), _ablated("naive", "naive", NAIVE))
 PUBLISHED = (
-    BASE,
+    _scared("dark-room"),
     _trained(
-        "Algorithm 1 as printed", "darkroom-paper", "darkroom-paper", " --tasks 1000 --temperature 0.4",
+        "Algorithm 1 as printed", "darkroom-paper", "darkroom-paper", " --tasks 1000 --rows 500",
         "safe-dark-room-paper/policy",
     ),
     Need(
@@ -164,6 +150,13 @@ PUBLISHED = (
         command="safeicrl train --preset darkroom --algo.optimiser ddpg --out runs/ddpg",
     ),
 )  # fmt: skip
+PUBLISHED_LOG = (
+    Need(
+        label="Algorithm 1 as printed",
+        files=("safe-dark-room-paper/training*/metrics.jsonl",),
+        command="safeicrl train --preset darkroom-paper --out results/safe-dark-room-paper/training",
+    ),
+)
 
 GUARD = (
     Need(
@@ -185,25 +178,12 @@ GUARD = (
     _reference("dark-room", "explorer"),
 )
 
+ROOM_SAFE_AD = safe_ad.needs("dark-room", 1000)[0]
 EPS = (
-    Need(label="Safe AD", files=("safe-ad/tuned.json",), command=_safe_ad("dark-room").command),
-    Need(
-        label="Safe AD-EPS",
-        files=("safe-ad/eps.json",),
-        command="safeicrl collect --by eps --tasks 405 --steps 3300 --out histories/safe-dark-room-many-eps\n"
-        "safeicrl train --preset darkroom-safe-ad-tuned --algo.histories histories/safe-dark-room-many-eps "
-        "--out runs/eps",
-    ),
+    Need(label="Safe AD", files=("safe-ad/tuned.json",), command=ROOM_SAFE_AD.command.rpartition("\n")[0]),
+    Need(label="Safe AD-EPS", files=("safe-ad/eps.json",), command=safe_ad.EPS_RUN),
 )
-EPS_CURVES = (
-    _safe_ad("dark-room"),
-    Need(
-        label="Safe AD-EPS",
-        files=("safe-ad/dark-room-eps.npz",),
-        command=f"{EPS[1].command}\nsafeicrl evaluate runs/eps --tasks 1000 --label 'Safe AD-EPS' "
-        "--out results/safe-ad/dark-room-eps",
-    ),
-)
+EPS_CURVES = (ROOM_SAFE_AD, safe_ad.EPS)
 EPS_SMALL = tuple(
     Need(
         label=label,
@@ -215,9 +195,75 @@ EPS_SMALL = tuple(
 )
 
 
-def _beyond(policy: str) -> Need:
-    command = f"python bench/beyond.py {policy} --out results/beyond/{policy}.json"
-    return Need(label=policy, files=(f"beyond/{policy}.json",), command=command)
+def _beyond(world: str) -> tuple[Need, ...]:
+    """Who plays on past K in a world. The agents of a line are left out: they forget at every episode."""
+    _, folder, _, _ = WORLDS[world]
+    times = 150 if world == "dark-room" else 60
+
+    def shipped(label: str, policy: str) -> Need:
+        command = f"python bench/beyond.py {policy} --out results/beyond/{policy}.json"
+        return Need(label=label, files=(f"beyond/{policy}.json", f"beyond/{policy}.npz"), command=command)
+
+    def other(label: str, stem: str, agent: str) -> Need:
+        out = f"beyond/{folder}-{stem}"
+        command = f"safeicrl evaluate {agent} --tasks 60 --episodes {times} --label '{label}' --out results/{out}"
+        return Need(label=label, files=(f"{out}.npz",), command=command)
+
+    learned = (
+        other("Safe AD", "safe-ad", f"runs/safe-ad-{world}"),
+        other("SafeMeta", "safe-meta", f"runs/safe-meta-{world}"),
+        other("MAML with penalty", "maml", f"runs/maml-{world}"),
+    )
+    guard = (shipped("SCARED, guard", "safe-dark-room-guard"),) if world == "dark-room" else ()
+    hand = ("explorer", "planner", "random") if world == "dark-room" else ("random",)
+    reference = tuple(other(agent, agent, f"--agent {agent} --env {folder}") for agent in hand)
+    return (shipped("SCARED", folder), *guard, *learned, *reference)
+
+
+def _wide(world: str) -> tuple[Need, ...]:
+    """The list of limits from the gaps between those of training; tracks only."""
+    _, folder, _, _ = WORLDS[world]
+    return tuple(
+        Need(
+            label=label,
+            files=(f"{folder}/{stem}.npz",),
+            command=f"safeicrl evaluate {agent} --list wide --label '{label}' --out results/{folder}/{stem}",
+        )
+        for label, stem, agent in (
+            ("SCARED", "wide", folder),
+            ("wiped", "wide-wiped", f"{folder} --wipe"),
+            ("random", "wide-random", f"--agent random --env {folder}"),
+        )
+    )
+
+
+def _temperatures() -> tuple[Need, ...]:
+    """Evaluations on validation tasks at several temperatures, for each policy and for Safe AD."""
+    policies = {policy: (f"{policy}/validation/*.npz", policy) for policy in training.POLICIES}
+    safe_ad = {
+        f"Safe AD, {world}": (f"safe-ad/validation/{world}-[0-9]*.npz", f"runs/safe-ad-{world}") for world in WORLDS
+    }
+    return tuple(
+        Need(
+            label=label,
+            files=(files,),
+            command=f"safeicrl evaluate {who} --list validation --seed 1000 --temperature 0.5 "
+            f"--out results/{files.replace('*', '0.5').replace('[0-9]', '').removesuffix('.npz')}",
+        )
+        for label, (files, who) in {**policies, **safe_ad}.items()
+    )
+
+
+# The context ablation's policies in trials twice as long as the paper's, where 3000 steps can be used.
+LONG_TRIALS = tuple(
+    Need(
+        label=label,
+        files=(f"scared-ablations/long-{stem}.npz", f"scared-ablations/long-{stem}-seed?.npz"),
+        command=f"safeicrl evaluate runs/{stem}-seed0 --tasks 200 --episodes 100 "
+        f"--out results/scared-ablations/long-{stem}",
+    )
+    for label, stem in (("short context", "context-short"), ("default", "base"), ("long context", "context-long"))
+)
 
 
 PANELS: tuple[Panel, ...] = (
@@ -237,6 +283,15 @@ PANELS: tuple[Panel, ...] = (
                 show=partial(draw.episodes, table_only=("random",) if world in ("half-cheetah", "ant") else ()),
             )
             for world in WORLDS
+        )
+        + tuple(
+            Part(
+                name=f"wide-{world}",
+                title=f"{WORLDS[world][0]}, 42 limits between those of training",
+                needs=_wide(world),
+                show=partial(draw.episodes, table_only=("random",)),
+            )
+            for world in ("half-cheetah", "ant")
         ),
     ),
     Panel(
@@ -280,12 +335,28 @@ PANELS: tuple[Panel, ...] = (
         name="scared-ablations",
         title="SCARED's ablations",
         text="The paper's three: length of the context, width of the network, and one multiplier for all episodes "
-        "(exact) against one for each (naive). Then Algorithm 1 as it is printed.",
+        "(exact) against one for each (naive). All are the preset darkroom with one change, for 42 of its 330 "
+        "iterations: about 32 million environment steps per seed. Nothing is chosen by an evaluation. Then "
+        "Algorithm 1 as it is printed, at the paper's million.",
         parts=(
-            Part(name="scared-context", title="Context length", needs=CONTEXT, show=draw.episodes),
-            Part(name="scared-width", title="Width", needs=WIDTH, show=draw.episodes),
-            Part(name="scared-dual", title="Exact against naive multipliers", needs=DUAL, show=training.curves),
+            Part(
+                name="scared-context", title="Context length", needs=CONTEXT,
+                show=partial(draw.by_setting, setting="context"),
+            ),
+            Part(
+                name="scared-context-long", title="Context length, trials of 100 episodes", needs=LONG_TRIALS,
+                show=partial(draw.by_setting, setting="context"),
+            ),
+            Part(name="scared-width", title="Width", needs=WIDTH, show=partial(draw.by_setting, setting="width")),
+            Part(name="scared-dual", title="Exact against naive multipliers", needs=DUAL, show=training.critics),
+            Part(
+                name="scared-dual-episodes", title="The same, on unseen rooms", needs=DUAL_EPISODES,
+                show=draw.episodes,
+            ),
             Part(name="scared-published", title="Algorithm 1 as printed", needs=PUBLISHED, show=draw.published),
+            Part(
+                name="scared-published-training", title="Its training", needs=PUBLISHED_LOG, show=training.critics
+            ),
         ),
     ),
     Panel(
@@ -310,7 +381,13 @@ PANELS: tuple[Panel, ...] = (
         title="Hyperparameters: the paper's and ours",
         text="The paper's tables beside the settings of the stored runs. Every difference has its reason. Where "
         "nothing was trained, ours are those of the preset.",
-        parts=settings_parts(TABLES),
+        parts=(
+            *settings_parts(TABLES),
+            Part(
+                name="temperatures", title="Temperatures, by one rule on validation tasks", needs=_temperatures(),
+                show=draw.temperatures,
+            ),
+        ),
     ),
     Panel(
         name="training",
@@ -320,7 +397,12 @@ PANELS: tuple[Panel, ...] = (
         "room, about 6 and 25 million parameters, and no number for the other worlds.",
         parts=(
             Part(name="training-runs", title="SCARED and its baselines", needs=training.RUNS, show=training.table),
-            Part(name="training-safe-ad", title="Safe AD", needs=training.SAFE_AD, show=training.safe_ad),
+            Part(
+                name="training-safe-ad",
+                title="Safe AD",
+                needs=(*safe_ad.CARDS, *safe_ad.logs()),
+                show=safe_ad.table,
+            ),
             Part(
                 name="training-meta",
                 title="SafeMeta and MAML with penalty",
@@ -360,13 +442,12 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         name="beyond",
         title="Beyond K episodes",
-        text="A deployed policy does not stop after the K episodes of training. Here the shipped policies play on.",
+        text="A deployed policy does not stop after the K episodes of training. Here policies and baselines play "
+        "on, on unseen tasks of seed 0. The privileged and the memoryless agents are left out: they forget at "
+        "every episode, so nothing changes for them.",
         parts=tuple(
-            Part(name=f"beyond-{policy}", title=policy, needs=(_beyond(policy),), show=draw.beyond)
-            for policy in (
-                "safe-dark-room", "safe-dark-room-guard", "safe-dark-point", "safe-dark-car",
-                "safe-velocity-half-cheetah", "safe-velocity-ant",
-            )
+            Part(name=f"beyond-{world}", title=WORLDS[world][0], needs=_beyond(world), show=draw.beyond)
+            for world in WORLDS
         ),
     ),
 )  # fmt: skip

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from safeicrl.evaluation import plots
 from safeicrl.evaluation.results import Results
 from safeicrl.files import read_json
 from safeicrl.show.report.content import Drawing, File, Found, Grid, Need, Shown
+from safeicrl.show.report.steps import in_words
 
 PRETRAINED = Path(__file__).parents[2] / "policies" / "pretrained"
 # The last run that a row of baselines or a policy came from is on its card; a policy's stages are in their logs.
@@ -40,15 +40,6 @@ RUNS = (
         for policy, preset in list(POLICIES.items())[2:]
         for line in ("privileged", "memoryless")
     ),
-)
-SAFE_AD = tuple(
-    Need(label=label, files=(f"safe-ad/{stem}",), command="see docs/safe_ad.md")
-    for label, stem in (
-        ("405 rooms, tuned", "tuned.json"),
-        ("Safe AD-EPS, tuned alike", "eps.json"),
-        ("paper's data and size, stopped early", "paper-data.json"),
-        ("paper's data, a smaller network", "paper-data-small-network.json"),
-    )
 )
 STEPS = (
     Need(
@@ -181,31 +172,6 @@ def _parameters(folder: Path, policy: str) -> str:
     return f"{sum(math.prod(x['shape']) for name, x in header.items() if name != '__metadata__'):,}"
 
 
-def safe_ad(found: Found) -> list[Shown]:
-    """Safe AD's cards: gradient steps, windows read, and the environment steps of its data."""
-    collected = _collected(found.root / "safe-ad" / "histories-of-405-rooms.log")
-    rows = []
-    for label, files in found.files.items():
-        training = files[0].value["training"]
-        config = training["algo"]["config"]
-        net = config["net"]
-        rows.append([
-            label, f"width {net['width']}, {net['layers']} layers, {net['context']} steps",
-            f"{training['iteration'] * config['updates']:,}", str(config["batch"]),
-            f"{training['env_steps'] / 1e6:.0f} million", str(training["minutes"]), training["device"],
-        ])  # fmt: skip
-    header = ("run", "network", "gradient updates", "windows each", "steps read", "minutes", "device")
-    note = "Steps read are those of windows, many of them several times. The data of these runs is 4 million steps"
-    return [Grid(header=header, rows=rows), f"{note}; 405 rooms: {collected}." if collected else f"{note}."]
-
-
-def _collected(log: Path) -> str:
-    """The line of a collection's log that says what it took."""
-    text = log.read_text(encoding="utf-8") if log.exists() else ""
-    found = re.search(r"(\d[\d,]* histories, [\d,]+ steps in [\d.]+ s)", text)
-    return found[1] if found else ""
-
-
 def meta_table(found: Found) -> list[Shown]:
     """The meta-learners' runs."""
     rows = []
@@ -220,6 +186,45 @@ def curves(found: Found) -> list[Shown]:
     runs = [(label, files[0].value, files[0].command) for label, files in found.files.items()]
     text = f"Return, cost, share over budget and λ while training: {', '.join(found.files)}."
     return [Drawing(figure=plots.training(runs), text=text)]
+
+
+def critics(found: Found) -> list[Shown]:
+    """Training curves with the critics' mean Q; the logs of a label are its seeds."""
+    runs = [(label, joined([file.value for file in own]), own[0].command) for label, own in found.files.items()]
+    text = f"Return, cost, share over budget, λ and mean Q while training: {', '.join(found.files)}."
+    header = ("", "seeds", "environment steps per seed", *(title for _, title in LAST))
+    rows = [_last_row(label, log, len(found.files[label])) for label, log, _ in runs]
+    note = (
+        "Thin lines are seeds. Mean Q is that of the actions played, in units of reward and cost, for the rest of "
+        "the trial. The cost critic of the exact form counts the cost beyond the budget, discounted. That of the "
+        "naive form and of Algorithm 1 counts all cost to the episode's end. The table: the last line of each log."
+    )
+    return [Drawing(figure=plots.training(runs, more=Q), text=text), Grid(header=header, rows=rows), note]
+
+
+Q = (("q", None, "mean Q, reward"), ("q_cost", None, "mean Q, cost"))
+LAST = (
+    ("return", "return"), ("cost", "cost"), ("over_budget", "over budget"), ("lambda", "largest λ"),
+    ("q", "mean Q, reward"), ("q_cost", "mean Q, cost"),
+)  # fmt: skip
+
+
+def _last_row(label: str, log: list[dict[str, Any]], seeds: int) -> list[str]:
+    last = [line for line in log if line.get("return") is not None][-1]
+    numbers = [f"{last[name]:.3g}" if last.get(name) is not None else "–" for name, _ in LAST]
+    return [label, str(seeds), in_words(last["env_steps"]), *numbers]
+
+
+def joined(logs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The logs of several seeds as one, as a run of several seeds writes it: means, and each seed's numbers."""
+    if len(logs) == 1:
+        return logs[0]
+    lines = []
+    for every in zip(*logs, strict=False):
+        names = [name for name in every[0] if all(isinstance(line.get(name), int | float) for line in every)]
+        line = {name: sum(x[name] for x in every) / len(every) for name in names}
+        lines.append({**line, **{f"{name}/seeds": [x[name] for x in every] for name in names}})
+    return lines
 
 
 def steps(found: Found) -> list[Shown]:
