@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from safeicrl import cli
 from safeicrl.cli import main
+from safeicrl.cli.evaluating import Evaluate
+from safeicrl.cli.options import parse
+from safeicrl.cli.training import asked_recipe
 from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import save_results
 from safeicrl.evaluation.results import Results
@@ -386,8 +388,8 @@ def check(step):
     """Parse a command as the command line would."""
     words = list(step[1:])
     if step[0] == "evaluate":
-        cli._parse("evaluate", cli.Evaluate, words)
+        parse("evaluate", Evaluate, words)
     elif step[0] == "train":
-        settings_, recipe, _ = cli._asked_recipe(words)
+        settings_, recipe, _ = asked_recipe(words)
         for index in range(len(recipe.stages)):
-            cli._parse("train", train_form(recipe, index, ""), settings_)
+            parse("train", train_form(recipe, index, ""), settings_)
