@@ -150,7 +150,7 @@ SAFE_AD_ROBOTS = (
     Row(name="prediction of an action", paper="mean", ours="{algo.net.actions}"),
     Row(
         name="data", paper="limit 0, 2 to 5 million steps",
-        ours="limit 0, 256 tasks × 96,000 steps (Point, Car), 24 × 250,000 (HalfCheetah, Ant)",
+        ours="limit 0, 256 tasks × 96,000 steps (Point, Car), 20 × 320,000 (HalfCheetah, Ant)",
         why="More tasks helped most in the room. A faster learner, at a rate of 1e-3, needs fewer steps for each.",
     ),
     Row(
