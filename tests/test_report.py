@@ -137,7 +137,7 @@ def test_every_difference_from_the_paper_has_a_reason(table):
 
 def test_settings_are_looked_up_by_name():
     values = {"a": {"b": [1, 2.50]}}
-    assert settings.fill("{a.b.0} → {a.b.1}, {a.c}", values) == "1 → 2.5, –"
+    assert settings.fill("{a.b.0} → {a.b.1}, {a.c}, {a.c|0}", values) == "1 → 2.5, –, 0"
 
 
 def test_training_budgets_are_those_of_the_logs():
