@@ -28,42 +28,16 @@ from rich.table import Table
 from trials import ENV, EPOCHS, prepare
 
 from safeicrl.files import write_json
-from safeicrl.nets import attention
+from safeicrl.nets import attention, small_heads
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, int], jax.Array]
 GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
 
 
-def attend_pallas(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    trial: jax.Array,
-    window: int,
-    *,
-    blocks: tuple[int, int],
-    warps: int = 4,
-) -> jax.Array:
-    """JAX's flash attention in Triton: heads padded to 16 dimensions, trials as segments."""
-    from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
-
-    steps, dim = q.shape[1], q.shape[-1]
-    if window < steps:
-        raise NotImplementedError("a window")
-    forward, backward = blocks
-    more = -steps % max(blocks)  # both are powers of two
-    wide = ((0, 0), (0, more), (0, 0), (0, max(16 - dim, 0)))
-    sizes = BlockSizes(
-        block_q=forward, block_k=forward, block_q_dkv=backward, block_kv_dkv=backward, block_q_dq=backward,
-        block_kv_dq=backward,
-    )  # fmt: skip
-    segment = jnp.pad(trial, ((0, 0), (0, more)), constant_values=-1)
-    q, k, v = (jnp.pad(x, wide) for x in (q, k, v))
-    interpret = jax.default_backend() == "cpu"
-    out = mha(
-        q, k, v, segment, sm_scale=dim**-0.5, causal=True, block_sizes=sizes, num_warps=warps, interpret=interpret
-    )
-    return out[:, :steps, :, :dim]
+def small(forward: int, backward: int, warps: int = 4) -> Attend:
+    """The kernels for small heads, cut in another way."""
+    blocks = small_heads.Blocks(forward=forward, backward=backward, warps=warps)
+    return functools.partial(small_heads.attend, blocks=blocks)
 
 
 @dataclass(frozen=True)
@@ -78,14 +52,14 @@ class Way:
 
 def ways(rows: int) -> list[Way]:
     """Those to compare; the first is the present one."""
-    pallas = functools.partial
     return [
         Way("present", rows=rows),
-        Way("pallas 128/32", pallas(attend_pallas, blocks=(128, 32)), rows=rows),
-        Way("pallas 128/64", pallas(attend_pallas, blocks=(128, 64)), rows=rows),
-        Way("pallas 128/128, 8 warps", pallas(attend_pallas, blocks=(128, 128), warps=8), rows=rows),
+        Way("small heads 128/64", small(128, 64), rows=rows),
+        Way("small heads 64/64", small(64, 64), rows=rows),
+        Way("small heads 64/32", small(64, 32), rows=rows),
+        Way("small heads 128/128, 8 warps", small(128, 128, warps=8), rows=rows),
         Way("no attention", lambda q, k, v, trial, window: v, rows=rows),
-        Way("128 rows", rows=4 * rows),
+        Way("small heads, 128 rows", small(128, 64), rows=4 * rows),
         Way("no graphs", rows=rows, options=(("xla_gpu_enable_command_buffer", ""),)),
         Way("small graphs", rows=rows, options=(("xla_gpu_graph_min_graph_size", 1),)),
         Way(
@@ -212,12 +186,12 @@ def main() -> None:
     report["differences"] = {
         way.name: attempt(way.name, lambda way=way: difference(way.attend, min(args.steps, 512)))
         for way in chosen
-        if way.attend and way.name.startswith("pallas") and way.rows == args.rows
+        if way.attend and way.name.startswith("small") and way.rows == args.rows
     }
     if jax.default_backend() == "gpu":
         present = lambda q, k, v, trial, window: attention._attend_fused(q, k, v, trial, window)  # noqa: E731
         report["differences"]["present"] = attempt("present", lambda: difference(present, min(args.steps, 512)))
-        for way in [way for way in programs if way.name in ("present", "pallas 128/64")]:
+        for way in [way for way in programs if way.name in ("present", "small heads 128/64")]:
             run = functools.partial(programs[way], traced[way][1])
             report.setdefault("kernels", {})[way.name] = attempt(way.name, lambda run=run: kernels(run))
     console.print(report["differences"])

@@ -1,6 +1,7 @@
 """The report: it shows what is stored, says what is missing, and needs nothing but itself."""
 
 import re
+import shlex
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -17,7 +18,7 @@ from safeicrl.evaluation.results import Results
 from safeicrl.files import write_json
 from safeicrl.log import read_metrics
 from safeicrl.recipes.form import train_form
-from safeicrl.show.report import jobs, panels, settings, training
+from safeicrl.show.report import jobs, panels, safe_ad, settings, training
 from safeicrl.show.report.content import Found, Grid, find
 from safeicrl.show.report.reproduce import build
 from safeicrl.show.report.steps import trained_on
@@ -170,6 +171,25 @@ def test_logs_of_seeds_are_drawn_as_one_run():
     assert first == {"env_steps": 12.0, "q": 1.5, "env_steps/seeds": [10, 14], "q/seeds": [1.0, 2.0]}
     assert second["eval/cost/seeds"] == [4.0, 5.0]
     assert training.joined([one]) is one
+
+
+def test_safe_ads_budget_is_that_of_its_log_and_its_data(tmp_path):
+    """By hand: 40 iterations of 50 updates; 3 histories of 2000 steps; 90 seconds."""
+    run, data = tmp_path / "safe-ad" / "training" / "point", tmp_path / "safe-ad" / "histories"
+    run.mkdir(parents=True)
+    data.mkdir()
+    net = {"width": 256, "layers": 8, "context": 200}
+    algo = {"histories": "histories/point", "updates": 50, "batch": 128, "net": net}
+    write_json(run / "config.json", {"algo": {"config": algo}, "train": {"seed": 0}, "device": "a machine"})
+    (run / "metrics.jsonl").write_text('{"iteration": 40, "env_steps": 51200000, "seconds": 90, "loss": 0.5}\n')
+    write_json(data / "point.json", {"arrays": {"reward": {"shape": [3, 2000]}}})
+    part = part_of("training-safe-ad")
+    found = find(part, tmp_path)
+    (table, _) = part.show(found)
+    network = "width 256, 8 layers, 200 steps"
+    numbers = ["0.01 million", "2,000", "128", "51 million", "1.5", "a machine"]
+    assert table.rows == [["Safe AD, point", network, *numbers]]
+    assert {need.label for need in found.missing} >= {"Safe AD, sampled, point", "Safe AD, car", "Safe AD, ant"}
 
 
 def test_gradient_updates_of_an_iteration():
@@ -349,6 +369,17 @@ def test_every_command_of_a_small_scale_can_be_parsed_and_writes_what_a_panel_ne
         assert used, job.name
         for step in job.steps:
             check(step)
+
+
+def test_every_command_of_safe_ad_can_be_parsed():
+    pytest.importorskip("mujoco")
+    for world in safe_ad.DATA:
+        *_, need = safe_ad.needs(world, 200)  # the other ones have fewer options
+        collect, train, evaluate = (shlex.split(line)[1:] for line in need.command.splitlines())
+        check(train)
+        check(evaluate)
+        histories, run = (words[words.index("--out") + 1] for words in (collect, train))
+        assert [histories, run] == [train[train.index("--algo.histories") + 1], evaluate[1]]
 
 
 def check(step):

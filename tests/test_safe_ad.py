@@ -29,6 +29,7 @@ from safeicrl.nets.decision_transformer import DecisionConfig, DecisionNet, Step
 from safeicrl.policies import checkpoint
 from safeicrl.policies.policy import Policy, load_policy
 from safeicrl.recipes.presets import experiment, preset
+from safeicrl.tokens import first_token
 from safeicrl.train import EvalConfig, TrainConfig, train
 from safeicrl.trial import run_trials, sample_queue
 
@@ -330,19 +331,28 @@ def test_resumed_equals_uninterrupted(tmp_path, config):
     assert 0 <= policy.act([1, 1]) < 5
 
 
-def test_real_valued_actions_by_squared_error():
-    env, rng = Push(), np.random.default_rng(0)
+def pushes(action):
+    """Histories of Push; `action` is a function of the observation."""
+    rng = np.random.default_rng(0)
     observation = rng.normal(3, 2, (4, 40, 1)).astype(np.float32)
-    histories = SimpleNamespace(
+    return SimpleNamespace(
         observation=observation,
-        action=np.tanh(observation - 3),  # a policy that can be copied
+        action=action(observation, rng).astype(np.float32),
         reward=rng.normal(size=(4, 40)).astype(np.float32),
         cost=rng.random((4, 40)).astype(np.float32),
         done=np.tile(np.array([0, 0, 0, 2], np.uint8), (4, 10)),
     )
-    net = dataclasses.replace(SMALL, layers=1, context=8, residual_dropout=0.0, embedding_dropout=0.0)
-    config = SafeADConfig(iterations=2, updates=100, batch=16, warmup=0, learning_rate=3e-3, net=net)
-    algo = SafeAD(env, config, histories)
+
+
+def push_config(**net):
+    net = dataclasses.replace(SMALL, layers=1, context=8, residual_dropout=0.0, embedding_dropout=0.0, **net)
+    return SafeADConfig(iterations=2, updates=100, batch=16, warmup=0, learning_rate=3e-3, net=net)
+
+
+def test_real_valued_actions_by_squared_error():
+    env, histories = Push(), pushes(lambda seen, rng: np.tanh(seen - 3))  # a policy that can be copied
+    observation = histories.observation
+    algo = SafeAD(env, push_config(), histories)
     assert algo.scales.mean[0] == pytest.approx(observation.mean(), rel=1e-4)
     steps = algo.windows.sample(jax.random.key(0), 16, 8)
     state = eqx.filter_jit(algo.init)(jax.random.key(0))
@@ -359,6 +369,34 @@ def test_real_valued_actions_by_squared_error():
         evaluate(env, with_options(env, algo.agent(state), temperature=1.0)[0], tasks=3)
 
 
+def test_sampled_actions_by_their_density():
+    env, rows = Push(), 2000
+    algo = SafeAD(env, push_config(actions="sampled"), pushes(lambda seen, rng: rng.uniform(-0.9, 0.9, seen.shape)))
+
+    @eqx.filter_jit
+    def everything(algo):
+        state = algo.init(jax.random.key(0))
+        steps = algo.windows.sample(jax.random.key(0), 16, 8)
+        policy, (loss, seen) = state.net.policy(state.net(steps, algo.scales)), algo.loss(state.net, steps, None)
+        agent = algo.agent(state)
+        token = jax.vmap(lambda _: first_token(env.spec, jnp.array([5.0]), jnp.float32(1)))(jnp.arange(rows))
+        act = lambda agent: agent.act(agent.init(None, rows), token, jax.random.key(1))[1]  # noqa: E731
+        acts = [act(dataclasses.replace(agent, temperature=t)) for t in (0.0, 0.25, 1.0)]
+        return steps.action, policy, loss, seen, acts, act(agent)
+
+    action, policy, loss, seen, acts, by_default = jax.tree.map(np.asarray, everything(algo))
+    # by hand: the density of a = tanh(x), x normal, is that of x over 1 − a²
+    spread = np.exp(policy.log_std)
+    density = np.exp(-0.5 * ((np.arctanh(action) - policy.mean) / spread) ** 2) / (spread * np.sqrt(2 * np.pi))
+    assert loss == pytest.approx(-np.log(density / (1 - action**2)).mean(), abs=1e-4)
+    assert seen["error"] == pytest.approx(((np.tanh(policy.mean) - action) ** 2).mean(), rel=1e-3)
+    raw = [np.arctanh(x.astype(float)).std() for x in acts]
+    assert raw[0] < 1e-6
+    assert raw[2] > 0.3
+    assert raw[1] == pytest.approx(raw[2] / 2, rel=0.01)  # the same draws, half as far from the mean
+    np.testing.assert_array_equal(by_default, acts[2])
+
+
 def test_settings_that_cannot_be_are_refused(tmp_path):
     for values, why in (
         ({"share": 1.5}, "share must be at most 1"),
@@ -371,6 +409,7 @@ def test_settings_that_cannot_be_are_refused(tmp_path):
         ({"width": 10, "heads": 4}, "multiple of heads"),
         ({"attention_dropout": 1.0}, "attention_dropout must be below 1"),
         ({"tokens": "three"}, "tokens must be one of four, one"),
+        ({"actions": "most"}, "actions must be one of mean, sampled"),
     ):
         with pytest.raises(UserError, match=why):
             DecisionConfig(**values)

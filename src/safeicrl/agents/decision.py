@@ -8,7 +8,6 @@ from safeicrl.envs.api import Key, PyTree, record, replace
 from safeicrl.envs.spaces import Box
 from safeicrl.errors import UserError
 from safeicrl.nets.decision_transformer import DecisionNet, Scales, Steps
-from safeicrl.nets.heads import Categorical
 from safeicrl.tokens import Token
 
 RTG_FLOOR = 0.1  # the least return asked for, as a share of the greatest (paper, "Evaluation Setup")
@@ -58,11 +57,14 @@ class DecisionAgent(eqx.Module):
         memory = self.remember(memory, token)
         out = self.net(memory.steps, self.scales)  # [row, context, out]
         out = jnp.take_along_axis(out, (memory.length - 1)[:, None, None], axis=1)[:, 0]
-        if isinstance(space, Box):
+        if isinstance(space, Box) and not self.net.samples:
             if self.temperature != 0:
-                raise UserError("Safe AD predicts the mean of real-valued actions: it has no temperature")
+                raise UserError(
+                    "this Safe AD predicts the mean of real-valued actions: it has no temperature "
+                    "(--algo.net.actions sampled trains one that has)"
+                )
             return memory, jnp.clip(out, space.low, space.high), None
-        policy = Categorical(logits=out)
+        policy = self.net.policy(out)
         action = policy.mode() if self.temperature == 0 else policy.tempered(self.temperature).sample(key)
         return memory, action, None
 

@@ -94,9 +94,8 @@ class SafeAD(eqx.Module):
         return replace(state, net=other.net)
 
     def agent(self, state: SafeADState) -> Agent:
-        """The policy: sampled where actions are discrete, the mean where they are real-valued."""
-        temperature = 1.0 if isinstance(self.env.spec.action, Discrete) else 0.0
-        return DecisionAgent(net=state.net, scales=self.scales, temperature=temperature)
+        """The policy: sampled, but where the network predicts the mean of real-valued actions."""
+        return DecisionAgent(net=state.net, scales=self.scales, temperature=float(state.net.samples))
 
     def card(self) -> dict[str, Any]:
         """What rebuilds the policy around its arrays."""
@@ -127,12 +126,18 @@ class SafeAD(eqx.Module):
         return SafeADState(net=eqx.combine(arrays, static), optimiser=optimiser, key=key), metrics
 
     def loss(self, net: DecisionNet, steps: Steps, key: Key | None) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The paper's losses: cross-entropy of discrete actions, squared error of real-valued ones."""
+        """The paper's losses: cross-entropy of discrete actions, squared error of real-valued ones.
+
+        Where real-valued actions are sampled, the loss is their negative log-density.
+        """
         out = net(steps, self.scales, key)
         if isinstance(self.env.spec.action, Discrete):
             losses = optax.softmax_cross_entropy_with_integer_labels(out, steps.action.astype(jnp.int32))
             return losses.mean(), {"accuracy": (out.argmax(-1) == steps.action).mean()}
-        return ((out - steps.action) ** 2).sum(-1).mean(), {}
+        if net.samples:
+            policy = net.policy(out)
+            return -policy.log_prob(steps.action).mean(), {"error": _error(policy.mode(), steps.action)}
+        return _error(out, steps.action), {}
 
     @property
     def row_axes(self) -> dict[str, int]:
@@ -156,3 +161,8 @@ class SafeAD(eqx.Module):
             optax.clip_by_global_norm(config.clip),
             optax.adamw(rate, *config.betas, weight_decay=config.weight_decay),
         )
+
+
+def _error(mean: jax.Array, action: jax.Array) -> jax.Array:
+    """Mean squared distance of two arrays of actions, [row, time, action]."""
+    return ((mean - action) ** 2).sum(-1).mean()

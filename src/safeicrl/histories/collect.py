@@ -194,7 +194,7 @@ class Program:
                     writer.write(row, name, at, values)
             done = (rows[0] + len(rows) * (call + 1) / self.calls) / self.config.histories
             self.terminal.progress(done, self._line(played, rows))
-            if stop.requested:
+            if stop.requested and call + 1 < self.calls:
                 return False
         return True
 

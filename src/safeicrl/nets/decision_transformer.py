@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from safeicrl.envs.api import EnvSpec, Key, record
-from safeicrl.envs.spaces import Box, Grid
+from safeicrl.envs.spaces import Box, Discrete, Grid
 from safeicrl.errors import DEEPEST, WIDEST, UserError, check_integer, check_number
+from safeicrl.nets.heads import LOG_STD, Categorical, TanhNormal
 from safeicrl.nets.layers import MLP, LayerNorm, Linear
 
 RAMPS = 6  # of a number to go, each half as wide as the one before: they tell small budgets apart as well as large
@@ -31,6 +32,8 @@ class DecisionConfig:
     heads: int = 8  # of attention; width must be a multiple
     context: int = 100  # steps in a window
     tokens: Literal["four", "one"] = "one"  # tokens per step
+    # real-valued actions: their mean, as in the paper, or a distribution to sample from, as the learner's own
+    actions: Literal["mean", "sampled"] = "mean"
     attention_dropout: float = 0.5  # share of attention weights dropped in training
     residual_dropout: float = 0.1  # share of each layer's output dropped in training
     embedding_dropout: float = 0.3  # share of each token dropped in training
@@ -45,7 +48,11 @@ class DecisionConfig:
         for name in ("attention_dropout", "residual_dropout", "embedding_dropout"):
             if check_number(name, getattr(self, name), 0.0) >= 1:
                 raise UserError(f"{name} must be below 1, got {getattr(self, name)}")
-        for name, known in (("tokens", ("four", "one")), ("dtype", ("auto", "float32", "bfloat16"))):
+        for name, known in (
+            ("tokens", ("four", "one")),
+            ("actions", ("mean", "sampled")),
+            ("dtype", ("auto", "float32", "bfloat16")),
+        ):
             if getattr(self, name) not in known:
                 raise UserError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
 
@@ -210,11 +217,32 @@ class DecisionNet(eqx.Module):
         self.encoder = Encoder(config, spec, encoder)
         self.norm_in, self.norm_out = LayerNorm(config.width), LayerNorm(config.width)
         self.layers = eqx.filter_vmap(lambda k: Layer(config, k))(jax.random.split(layers, config.layers))
-        self.head = Linear(config.width, spec.action.encoded_size, head, scale=0.1)
         self.config, self.spec = config, spec
+        outputs = spec.action.encoded_size
+        if isinstance(spec.action, Box) and config.actions == "sampled":
+            spec.action.centre_and_half()  # refuses an unbounded range before anything is compiled
+            outputs *= 2
+        self.head = Linear(config.width, outputs, head, scale=0.1)
+
+    @property
+    def samples(self) -> bool:
+        """Whether its outputs are a distribution of the action, and not the mean of it."""
+        return isinstance(self.spec.action, Discrete) or self.config.actions == "sampled"
+
+    def policy(self, out: jax.Array) -> Categorical | TanhNormal:
+        """The distribution of the action by the outputs, [..., out], of a network that `samples`."""
+        space = self.spec.action
+        if isinstance(space, Discrete):
+            return Categorical(logits=out)
+        mean, log_std = jnp.split(out, 2, -1)
+        centre, half = space.centre_and_half()
+        return TanhNormal(mean=mean, log_std=jnp.clip(log_std, *LOG_STD), centre=centre, half=half)
 
     def __call__(self, steps: Steps, scales: Scales, key: Key | None = None) -> jax.Array:
-        """Logits, or means, of the action at every step, [row, time, out]; dropout where there is a `key`."""
+        """Outputs for the action at every step, [row, time, out]: logits, means, or means and log deviations.
+
+        Dropout where there is a `key`.
+        """
         config = self.config
         first, keys = None, None
         if key is not None:

@@ -18,7 +18,6 @@ from safeicrl.algos.safe_meta import SafeAdapter, SafeMetaConfig
 from safeicrl.config import from_plain
 from safeicrl.envs.api import Env, EnvSpec
 from safeicrl.envs.registry import env_from_plain
-from safeicrl.envs.spaces import Discrete
 from safeicrl.errors import UserError, check_integer, unknown_name
 from safeicrl.files import RECIPE
 from safeicrl.nets.decision_transformer import DecisionConfig, DecisionNet, unit_scales
@@ -103,8 +102,7 @@ def _net(card: dict[str, Any], env: Env) -> Agent:
 
 def _decision(card: dict[str, Any], env: Env) -> Agent:
     net = DecisionNet(from_plain(DecisionConfig, card["net"], "net"), env.spec, jax.random.key(0))
-    temperature = 1.0 if isinstance(env.spec.action, Discrete) else 0.0
-    return DecisionAgent(net=net, scales=unit_scales(env.spec), temperature=temperature)
+    return DecisionAgent(net=net, scales=unit_scales(env.spec), temperature=float(net.samples))
 
 
 def _mlp(card: dict[str, Any], env: Env) -> Agent:

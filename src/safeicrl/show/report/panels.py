@@ -6,8 +6,9 @@ results of the paper's scale and those of a smoke run, and shows what is missing
 
 from functools import partial
 
-from safeicrl.show.report import draw, training
+from safeicrl.show.report import draw, safe_ad, training
 from safeicrl.show.report.content import Need, Panel, Part
+from safeicrl.show.report.safe_ad import ENGINE, REAL
 from safeicrl.show.report.settings import TABLES, settings_parts
 
 # world, as in the files of the other methods → (title, folder of SCARED's results, tasks, preset)
@@ -18,9 +19,6 @@ WORLDS = {
     "half-cheetah": ("SafeVelocity, HalfCheetah", "safe-velocity-half-cheetah", 200, "half-cheetah"),
     "ant": ("SafeVelocity, Ant", "safe-velocity-ant", 200, "ant"),
 }
-# Car and Ant learn in approximate physics and are evaluated in their own.
-ENGINE = {"car": " --env.engine planar", "ant": " --env.engine euler"}
-REAL = {"car": " --env-args engine=auto", "ant": " --env-args engine=auto"}
 
 
 def _trained(label: str, preset: str, run: str, evaluate: str, stem: str, *options: str) -> Need:
@@ -41,24 +39,6 @@ def _scared(world: str) -> Need:
             "safe-dark-room/three-seeds/policy", "--seeds 3",
         )  # fmt: skip
     return _trained("SCARED", preset, preset, f"{REAL.get(world, '')} --tasks {tasks}", f"{folder}/policy")
-
-
-def _safe_ad(world: str) -> Need:
-    _, folder, tasks, _ = WORLDS[world]
-    if world == "dark-room":
-        collect = (
-            "safeicrl collect --tasks 405 --steps 3300 --group 405 --learner.learning-rate 3e-3 --learner.epochs 4 "
-            "--out histories/safe-dark-room-many"
-        )
-        train = "safeicrl train --preset darkroom-safe-ad-tuned --out runs/safe-ad-dark-room"
-    else:
-        collect = f"safeicrl collect --env {folder}"
-        train = f"safeicrl train --algo safe-ad --env {folder} --out runs/safe-ad-{world}"
-    evaluate = (
-        f"safeicrl evaluate runs/safe-ad-{world} --tasks {tasks} --label 'Safe AD' --out results/safe-ad/{world}"
-    )
-    files = (f"safe-ad/{world}.npz", f"safe-ad/{world}-seed?.npz")
-    return Need(label="Safe AD", files=files, command=f"{collect}\n{train}\n{evaluate}")
 
 
 def _meta(world: str) -> tuple[Need, ...]:
@@ -93,7 +73,7 @@ def _line(world: str, line: str) -> Need:
 
 def _methods(world: str) -> tuple[Need, ...]:
     """Every method of the paper in one world, then the baselines of this library."""
-    paper = (_scared(world), _safe_ad(world), *_meta(world))
+    paper = (_scared(world), *safe_ad.needs(world, WORLDS[world][2]), *_meta(world))
     if world == "dark-room":
         own = tuple(_reference(world, agent) for agent in ("explorer", "planner", "random"))
         return (*paper, SHORT_SAFE_AD, *own)
@@ -198,25 +178,12 @@ GUARD = (
     _reference("dark-room", "explorer"),
 )
 
+ROOM_SAFE_AD = safe_ad.needs("dark-room", 1000)[0]
 EPS = (
-    Need(label="Safe AD", files=("safe-ad/tuned.json",), command=_safe_ad("dark-room").command),
-    Need(
-        label="Safe AD-EPS",
-        files=("safe-ad/eps.json",),
-        command="safeicrl collect --by eps --tasks 405 --steps 3300 --out histories/safe-dark-room-many-eps\n"
-        "safeicrl train --preset darkroom-safe-ad-tuned --algo.histories histories/safe-dark-room-many-eps "
-        "--out runs/eps",
-    ),
+    Need(label="Safe AD", files=("safe-ad/tuned.json",), command=ROOM_SAFE_AD.command.rpartition("\n")[0]),
+    Need(label="Safe AD-EPS", files=("safe-ad/eps.json",), command=safe_ad.EPS_RUN),
 )
-EPS_CURVES = (
-    _safe_ad("dark-room"),
-    Need(
-        label="Safe AD-EPS",
-        files=("safe-ad/dark-room-eps.npz",),
-        command=f"{EPS[1].command}\nsafeicrl evaluate runs/eps --tasks 1000 --label 'Safe AD-EPS' "
-        "--out results/safe-ad/dark-room-eps",
-    ),
-)
+EPS_CURVES = (ROOM_SAFE_AD, safe_ad.EPS)
 EPS_SMALL = tuple(
     Need(
         label=label,
@@ -430,7 +397,12 @@ PANELS: tuple[Panel, ...] = (
         "room, about 6 and 25 million parameters, and no number for the other worlds.",
         parts=(
             Part(name="training-runs", title="SCARED and its baselines", needs=training.RUNS, show=training.table),
-            Part(name="training-safe-ad", title="Safe AD", needs=training.SAFE_AD, show=training.safe_ad),
+            Part(
+                name="training-safe-ad",
+                title="Safe AD",
+                needs=(*safe_ad.CARDS, *safe_ad.logs()),
+                show=safe_ad.table,
+            ),
             Part(
                 name="training-meta",
                 title="SafeMeta and MAML with penalty",

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -41,15 +40,6 @@ RUNS = (
         for policy, preset in list(POLICIES.items())[2:]
         for line in ("privileged", "memoryless")
     ),
-)
-SAFE_AD = tuple(
-    Need(label=label, files=(f"safe-ad/{stem}",), command="see docs/safe_ad.md")
-    for label, stem in (
-        ("405 rooms, tuned", "tuned.json"),
-        ("Safe AD-EPS, tuned alike", "eps.json"),
-        ("paper's data and size, stopped early", "paper-data.json"),
-        ("paper's data, a smaller network", "paper-data-small-network.json"),
-    )
 )
 STEPS = (
     Need(
@@ -180,31 +170,6 @@ def _parameters(folder: Path, policy: str) -> str:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
     return f"{sum(math.prod(x['shape']) for name, x in header.items() if name != '__metadata__'):,}"
-
-
-def safe_ad(found: Found) -> list[Shown]:
-    """Safe AD's cards: gradient steps, windows read, and the environment steps of its data."""
-    collected = _collected(found.root / "safe-ad" / "histories-of-405-rooms.log")
-    rows = []
-    for label, files in found.files.items():
-        training = files[0].value["training"]
-        config = training["algo"]["config"]
-        net = config["net"]
-        rows.append([
-            label, f"width {net['width']}, {net['layers']} layers, {net['context']} steps",
-            f"{training['iteration'] * config['updates']:,}", str(config["batch"]),
-            f"{training['env_steps'] / 1e6:.0f} million", str(training["minutes"]), training["device"],
-        ])  # fmt: skip
-    header = ("run", "network", "gradient updates", "windows each", "steps read", "minutes", "device")
-    note = "Steps read are those of windows, many of them several times. The data of these runs is 4 million steps"
-    return [Grid(header=header, rows=rows), f"{note}; 405 rooms: {collected}." if collected else f"{note}."]
-
-
-def _collected(log: Path) -> str:
-    """The line of a collection's log that says what it took."""
-    text = log.read_text(encoding="utf-8") if log.exists() else ""
-    found = re.search(r"(\d[\d,]* histories, [\d,]+ steps in [\d.]+ s)", text)
-    return found[1] if found else ""
 
 
 def meta_table(found: Found) -> list[Shown]:
