@@ -250,8 +250,8 @@ def test_past_k_is_shown_by_blocks_of_k(tmp_path):
     part = part_of("beyond-dark-room")
     drawing, table = part.show(find(part, tmp_path))
     assert table.rows == [
-        ["SCARED", "5", "2", "0.250 → 0.500", "3.00 → 1.00", "50.00% → 0.00%"],
-        ["random", "4", "2", "0.500 → 1.000", "2.25 → 0.25", "12.50% → 0.00%"],
+        ["SCARED", "5", "2", "0.25 → 0.5", "3.00 → 1.00", "50.00% → 0.00%"],
+        ["random", "4", "2", "0.5 → 1", "2.25 → 0.25", "12.50% → 0.00%"],
     ]
     assert len(drawing.figure.axes[0].lines) == 4  # two curves, and K for each
 

@@ -8,7 +8,7 @@ from safeicrl.evaluation.results import Results
 from safeicrl.log import read_metrics
 from safeicrl.show.report.content import File
 
-OF_ALL_STAGES = ("policy", "by-budget", "wiped")  # evaluations of a world's released policy
+OF_ALL_STAGES = ("policy", "by-budget", "wiped", "wide", "wide-wiped")  # evaluations of a world's released policy
 
 
 def trained_on(root: Path, files: list[File]) -> str:
