@@ -46,7 +46,7 @@ SIZES = {
         # programs take longer to compile than to run: small networks, no cache that grows, nothing optimised
         scared=("--algo.segments", "1", "--algo.net.layers", "1"),
         safe_ad=("--algo.net.layers", "1", "--algo.net.width", "16", "--algo.net.embedding", "16"),
-        compiler="--xla_backend_optimization_level=0",
+        compiler="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false",
     ),
     "laptop": Size(
         iterations=190, updates=200, meta=400, rows=128, tasks=200, steps=10_000, robot_iterations=10,
