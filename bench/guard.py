@@ -58,7 +58,7 @@ def chances(env: Env, agent: InContextAgent, split: str, tasks: int, key: jax.Ar
 def verdicts(env: Env, agent: InContextAgent, tasks: int, key: jax.Array) -> tuple:
     """What is left, the cost, the risk of the action taken and of the safest one; all [trial, time]."""
     trials, features, index = play(env, agent, "test", tasks, key)
-    risks = agent.net.guard.judge(features, trials.token.ctg, agent.risk).risk
+    risks = agent.net.guard.judge(features, trials.token.ctg, trials.token.time, agent.risk).risk
     taken = jnp.take_along_axis(risks, index[..., None], -1)[..., 0]
     return trials.token.ctg, trials.cost, taken, risks.min(-1), trials.token.episode, trials.valid
 

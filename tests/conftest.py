@@ -25,11 +25,14 @@ KNOWN = importlib.metadata.version("jaxlib").startswith("0.10.")
 if KNOWN:  # XLA stops at a flag that it does not know
     # Fusion emitters double the time of compilation; splitting small programs among threads adds to it.
     FLAGS += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
+    # Of optimised programs, which would take longest to compile: no wide copies of their loops.
+    PLAIN = ("optimize_for_size", "disable_slp_vectorizer", "disable_loop_unrolling")
+    FLAGS += [f"--xla_backend_extra_options={','.join(f'xla_cpu_{name}' for name in PLAIN)}"]
 
 gc.disable()  # tracing makes many objects, of which few are garbage: see collect_garbage
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # nobody reads where a test's program came from
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")  # writing takes time, too
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 
 
@@ -50,10 +53,11 @@ def share_context() -> None:
         mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
 
-# Begun first, so that no worker is left with one of them at the end.
+# Begun first, and the longest of them before the others, so that no worker is left with one of them at the end.
 LONGEST = (
-    "scared", "worlds", "safe_ad", "ppo_lag", "cli", "costs", "safe_meta", "guard", "small_room", "shipped",
-    "recipes", "maml", "reference", "sweep",
+    "scared", "worlds", "safe_ad", "ppo_lag", "guard", "small_room", "safe_meta", "costs", "shipped", "recipes",
+    "sweep", "devices", "cli", "maml", "reference", "transformer", "policy", "trial", "mujoco_physics", "fuzz",
+    "mujoco_worlds", "heads", "train", "penalty", "deploy", "overlap", "disks", "mujoco_gym", "examples", "docs",
 )  # fmt: skip
 
 
@@ -67,7 +71,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The files that take longest come first."""
-    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONGEST)
+    order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 def pytest_collection_finish() -> None:

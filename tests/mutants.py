@@ -110,8 +110,8 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
         'sample_tasks(env, "train",', KEYS,
     ),
     Mutant(
-        "task key as run key", "evaluation/evaluate.py", "key = jax.random.fold_in(run_key, chunk)",
-        "key = jax.random.fold_in(task_key, chunk)", KEYS,
+        "task key as run key", "evaluation/evaluate.py", "evaluation_keys(seed)[1]",
+        "evaluation_keys(seed)[0]", KEYS,
     ),
     Mutant(
         "all chunks share one key", "evaluation/evaluate.py", "jax.random.fold_in(run_key, chunk)",

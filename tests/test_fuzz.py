@@ -137,6 +137,7 @@ OPTIONS = {
     "evaluate": "agent env env-args tasks budgets budget-count budgets-per-task episodes temperature greedy risk "
     "seed rows devices label out wipe",
     "export": "out seed average name description temperature env-args limit evaluation overwrite",
+    "fit-guard": "out overwrite depth clock risk rounds rows updates learning-rate seed",
     "compare": "upper lower last",
     "plot": "out format",
     "demo": "policy out tasks seed",
@@ -170,7 +171,8 @@ def idle(monkeypatch, tmp_path):
     for name in (
         "recipes.run.run_recipe", "recipes.sweep.run_sweep", "histories.collect.collect",
         "histories.demonstrations.collect_demonstrations",
-        "policies.contenders.evaluate", "show.demo.run", "policies.export.save_policy", "evaluation.plots.save",
+        "policies.contenders.evaluate", "policies.add_guard.fit_guard", "show.demo.run",
+        "policies.export.save_policy", "evaluation.plots.save",
         "show.play.server.run", "show.report.reproduce.reproduce", "machine.hosts.supervise",
     ):  # fmt: skip
         monkeypatch.setattr(f"safeicrl.{name}", work)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import equinox as eqx
 import jax
@@ -21,6 +22,7 @@ from safeicrl.envs.registry import env_to_plain
 from safeicrl.envs.spaces import Box, Discrete
 from safeicrl.errors import UserError, check_risk
 from safeicrl.evaluation.archive import load_results
+from safeicrl.evaluation.statistics import safety
 from safeicrl.nets.guard import Guard, tolerated
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
@@ -28,7 +30,8 @@ from safeicrl.optimisers.ppo import PPOConfig
 from safeicrl.policies.cards import save_policy
 from safeicrl.policies.contenders import released
 from safeicrl.policies.policy import load_policy
-from safeicrl.trial import run_trials, sample_queue
+from safeicrl.tokens import first_token
+from safeicrl.trial import Episodes, run_trials, sample_queue
 
 
 def spec(action: Discrete | Box, unit: float = 1.0, most: float = 1.0) -> EnvSpec:
@@ -60,7 +63,9 @@ def fit(guard: Guard, features, action, cost, done, steps: int = 400) -> Guard:
     return eqx.combine(learn(params, features, action, cost, done, known), static)
 
 
-judge = eqx.filter_jit(lambda guard, features, ctg, risk: guard.judge(features, ctg, risk))
+judge = eqx.filter_jit(
+    lambda guard, features, ctg, risk, time=0: guard.judge(features, ctg, jnp.full(ctg.shape, time), risk)
+)
 
 
 # -- what it predicts
@@ -141,7 +146,7 @@ def test_real_valued_actions_and_costs():
     assert (guard.unit, guard.thresholds) == (0.0625, 8)
     guard = fit(guard, features, action, cost, done, steps=800)
     candidates = jnp.array([[[-0.8], [0.1], [0.45], [0.9]]])
-    chance = eqx.filter_jit(lambda left: guard.rate(jnp.ones((1, 2)), candidates, left[None])[0])
+    chance = eqx.filter_jit(lambda left: guard.rate(jnp.ones((1, 2)), candidates, left[None], jnp.zeros(1, int))[0])
     rate = lambda left: np.asarray(chance(np.float32(left))) > 0.5  # noqa: E731
     np.testing.assert_array_equal(rate(0.0), [False, True, True, True])
     np.testing.assert_array_equal(rate(0.125), [False, False, True, True])
@@ -159,6 +164,29 @@ def test_an_episodes_end_ends_the_count():
         found = risks(fit(guard, features, action, cost, done), 2)[:, 0]
         # where the episode ends after the free step, that step is safe; where it goes on, the cost is ahead
         np.testing.assert_allclose(found, expected if done[0, 0] else [1, 1], atol=0.05)
+
+
+@pytest.mark.parametrize("choices", [4, 0])
+def test_a_guard_with_a_clock_looks_no_further_than_the_last_step(choices):
+    """Episodes have 8 steps, the guard looks 3 ahead: at time 6 it asks p₂, at time 7 p₁, else p₃."""
+    action = Discrete(4) if choices else Box(1, -1.0, 1.0)
+    sizes = {"width": 3, "choices": choices, "depth": 3}
+    plain = random_weights(functools.partial(Guard, spec(action), **sizes), scale=2.0)
+    clock = random_weights(functools.partial(Guard, spec(action), **sizes, clock=True), scale=2.0)
+    candidates, none = jnp.linspace(-1, 1, 3).reshape(1, 3, 1), jnp.zeros(1)
+
+    @eqx.filter_jit
+    def chances(guard, time):
+        features = jnp.ones((1, 3))
+        if choices:
+            return guard.judge(features, none, time, 0.1).risk, guard.logits(features)[:, :, 0]
+        wide = jnp.ones((1, 3, 3))
+        return guard.rate(features, candidates, none, time), guard.logits(wide, candidates)[..., 0].swapaxes(1, 2)
+
+    for time, depth in ((0, 3), (5, 3), (6, 2), (7, 1), (8, 3)):
+        for guard, expected in ((plain, 3), (clock, depth)):
+            found, logits = chances(guard, jnp.array([time]))
+            np.testing.assert_allclose(found, jax.nn.sigmoid(logits[:, expected - 1]), rtol=1e-5)
 
 
 # -- the rule
@@ -198,6 +226,33 @@ def test_the_risk_tightens_over_the_first_half_of_a_run():
         dataclasses.replace(settings, first_risk=1.5)
     constant = Scared(SafeDarkRoom(size=3, obstacles=1), dataclasses.replace(settings, first_risk=None))
     assert constant.explorer(state, jnp.float32(0.0)).risk == 0.01
+
+
+def test_bold_rows_play_on_with_the_first_risk_and_lambda_does_not_count_them():
+    net = NetConfig(width=8, layers=1, heads=1, context=8, guard=1, dtype="float32")
+    settings = ScaredConfig(
+        rows=8, queue=2, risk=1e-6, first_risk=0.999, bold=0.25, net=net, ppo=PPOConfig(minibatch=2)
+    )
+    algorithm = Scared(ROOM, settings)
+    strict = random_weights(functools.partial(PolicyNet, net, ROOM.spec), scale=3.0)
+    state = jax.eval_shape(algorithm.init, jax.random.key(0))
+    explorer = dataclasses.replace(algorithm.explorer(state, jnp.float32(1.0)), net=strict)
+
+    @eqx.filter_jit
+    def allowed(agent):
+        token = jax.vmap(first_token, (None, 0, 0))(ROOM.spec, jnp.ones((8, 2), jnp.int32), jnp.zeros(8))
+        return agent.act(agent.extend(agent.init(None, 8), 1), token, jax.random.key(0))[2]["allowed"]
+
+    found = np.asarray(allowed(explorer))
+    assert found[:2].all()  # a quarter of eight rows
+    assert not found[2:].all(-1).any()
+    ones = jnp.ones((16, 3))  # two trials per row
+    played = Episodes(returns=ones, costs=ones, lengths=ones, budgets=ones, played=ones > 0)
+    np.testing.assert_array_equal(algorithm.without_bold(played).played.all(-1), np.arange(16) >= 4)
+    halves = Scared(ROOM, dataclasses.replace(settings, overlap=2))  # each half has a bold row of its own
+    np.testing.assert_array_equal(halves.without_bold(played).played.all(-1), np.arange(16) % 8 >= 2)
+    with pytest.raises(UserError, match=r"bold 0\.25 is the share of rows with first_risk: give one"):
+        dataclasses.replace(settings, first_risk=None)
 
 
 def test_costs_without_a_bound_have_no_guard():
@@ -349,7 +404,10 @@ def test_a_policy_without_a_guard_has_no_risk():
 
 def test_evaluate_takes_a_risk_or_switches_the_guard_off(guarded, tmp_path, capsys):
     assert main(["evaluate", str(guarded), "--tasks", "4", "--risk", "0.01", "--out", str(tmp_path / "found")]) == 0
-    assert load_results(tmp_path / "found").meta["guard"] == "risk 0.01"
+    found = load_results(tmp_path / "found")
+    assert found.meta["guard"] == "risk 0.01"
+    assert 0 < found.meta["guard_stepped_in"] < 1
+    assert safety([found]).stepped_in == found.meta["guard_stepped_in"]
     assert released(str(guarded), guard=False).meta["guard"] == "off"
     assert released(str(guarded)).meta["guard"] == "risk 0.2"
     assert main(["evaluate", str(guarded), "--risk", "2"]) == 2
@@ -358,3 +416,31 @@ def test_evaluate_takes_a_risk_or_switches_the_guard_off(guarded, tmp_path, caps
     assert "a guard that is off has no risk" in capsys.readouterr().err
     assert main(["evaluate", "--agent", "random", "--no-guard"]) == 2
     assert "the random agent has no guard" in capsys.readouterr().err
+
+
+# -- fitted to a frozen policy
+
+
+def test_a_guard_is_fitted_to_a_policy_that_has_none(tmp_path, capsys):
+    """It learns how often steps cost, the policy stays what it was, and the card says what was done."""
+    config = NetConfig(width=16, heads=2, layers=1, context=12, dtype="float32")
+    net = random_weights(functools.partial(PolicyNet, config, ROOM.spec))
+    card = {
+        "kind": "net", "net": dataclasses.asdict(config), "env": env_to_plain(ROOM), "evaluation": {"of": "old"},
+    }  # fmt: skip
+    save_policy(tmp_path / "bare.safetensors", InContextAgent(net), card)
+    bare, out = str(tmp_path / "bare"), str(tmp_path / "guarded")
+    sizes = ["--depth", "2", "--risk", "0.1", "--rounds", "10", "--rows", "16", "--updates", "40"]
+    assert main(["fit-guard", bare, "--out", out, *sizes, "--learning-rate", "0.01"]) == 0
+    first, *_, last = re.findall(r"chance of ([\d.]+) \(observed ([\d.]+)\)", capsys.readouterr().out)
+    assert abs(float(first[0]) - 0.5) < 0.1  # it knows nothing
+    assert abs(float(last[0]) - float(last[1])) < 0.05
+    policy = load_policy(out)
+    assert (policy.card["guard"], policy.card["guard_fit"]["rounds"]) == ("risk 0.1", 10)
+    assert "evaluation" not in policy.card
+    ours, theirs = (jax.tree.leaves(eqx.filter((n.trunk, n.actor), eqx.is_array)) for n in (net, policy.agent.net))
+    assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert main(["fit-guard", bare, "--out", out]) == 2
+    assert "guarded.safetensors exists" in capsys.readouterr().err
+    assert main(["fit-guard", bare, "--out", str(tmp_path / "other"), "--risk", "1"]) == 2
+    assert "risk must be a number between 0 and 1" in capsys.readouterr().err

@@ -52,7 +52,7 @@ def experience(env, steps: int):
 
 KINDS = {
     "discrete": (ROOM, {}),
-    "guarded": (ROOM, {"guard": 2, "risk": 0.4}),
+    "guarded": (ROOM, {"guard": 2, "guard_clock": True, "risk": 0.4}),
     "one episode, saturated": (ROOM, {"trained": 1, "saturate": 1}),
     "levels": (PUSH, {"levels": 5}),
     "gaussian": (PUSH, {}),

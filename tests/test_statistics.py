@@ -103,6 +103,9 @@ def test_safety_says_how_often_when_and_by_how_much():
     assert list(counted.values()) == pytest.approx([1 / 6, 3 / 6])
     assert [figures.trials_by_budget[name] for name in counted] == [0.5, 1.0]
     np.testing.assert_array_equal(worst_excess(BROKEN), [-1, 2, 5, 4])
+    largest = safety([BROKEN]).largest  # budgets of 1 and 4, the ends of ten bins; two trials each
+    assert (largest[0], largest[9]) == ((0 + 3) / 2, (9 + 8) / 2)
+    assert np.isnan(largest[1:9]).all()
 
     both = safety([BROKEN, results(np.zeros((4, 3)), budgets=[1, 1, 4, 4], span=(1.0, 4.0))])
     assert both.trials_over == 3 / 8

@@ -530,6 +530,40 @@ def _export_onnx(policy: str, out: Path, options: dict[str, Any]) -> None:
     print(f"wrote {path}; examples/onnx_runner.py acts with it, without JAX")
 
 
+# -- fit-guard ----------------------------------------------------------------------------------------------
+
+
+def fit_guard(args: list[str]) -> None:
+    """Fit a guard to a frozen policy that has none, from what it plays: fit-guard POLICY --out FILE."""
+    from safeicrl.optimisers.guard_fit import GuardFitConfig, GuardRound
+    from safeicrl.policies.add_guard import add_guard
+
+    helped = lambda kind, text: Annotated[kind, tyro.conf.arg(help=text)]  # noqa: E731
+    form = dataclasses.make_dataclass(
+        "FitGuard",
+        [
+            ("policy", Annotated[str, tyro.conf.Positional, tyro.conf.arg(help="name or path of the policy")]),
+            ("out", helped(Path, "file to write: OUT.safetensors, and its card OUT.json")),
+            ("overwrite", helped(bool, "replace an existing file"), field(default=False)),
+            ("what", Annotated[GuardFitConfig, tyro.conf.arg(name="")], field(default=GuardFitConfig())),
+        ],
+        frozen=True,
+    )
+    form.__doc__ = fit_guard.__doc__
+    asked: Any = _parse("fit-guard", form, args)
+
+    def say(now: GuardRound) -> None:
+        if now.round == 1 or now.round % 5 == 0:
+            print(
+                f"round {now.round} of {asked.what.rounds}: a step costs with a chance of {now.predicted:.3f} "
+                f"(observed {now.observed:.3f}), cross-entropy {now.loss:.4f}, {now.steps:,} steps"
+            )
+
+    path = add_guard(asked.policy, asked.out, asked.what, overwrite=asked.overwrite, report=say)
+    print(f"wrote {path} and {path.with_suffix('.json')}, risk {asked.what.risk:g}")
+    print(f"evaluate it:  safeicrl evaluate {path}")
+
+
 # -- compare, plot, reproduce, demo, play, list -------------------------------------------------------------
 
 
@@ -704,6 +738,7 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "collect": collect,
     "evaluate": evaluate,
     "export": export,
+    "fit-guard": fit_guard,
     "compare": compare,
     "plot": plot,
     "reproduce": reproduce,

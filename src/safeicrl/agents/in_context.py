@@ -21,6 +21,7 @@ class InContextAgent(eqx.Module):
     risk: jax.Array | float | None = None  # the guard's threshold; None: no guard
     temperature: float = eqx.field(static=True, default=1.0)  # 0: greedy
     trained_episodes: int | None = eqx.field(static=True, default=None)  # K; None: no limit, see `read`
+    bold: tuple[float, float] | None = eqx.field(static=True, default=None)  # in training: see `bold_rows`
 
     def init(self, tasks: PyTree, rows: int) -> Cache:
         """An empty context."""
@@ -41,14 +42,18 @@ class InContextAgent(eqx.Module):
             policy = policy.tempered(self.temperature)
         policy = policy if self.epsilon is None else policy.explored(self.epsilon)
         guard, risk = self.net.guard, self.risk
+        if self.bold is not None and risk is not None:
+            share, boldest = self.bold
+            risk = jnp.where(bold_rows(len(token.time), share), boldest, risk)[:, None]
         if guard is None or risk is None:
             action = self._choose(policy, key)
             return memory, action, {"log_prob": policy.log_prob(action)}
         if isinstance(policy, TanhNormal):
             candidates = self._candidates(policy, key)  # [row, candidate, action]
-            risks = guard.rate(features, self.net.trunk.spec.action.encode_scaled(candidates), token.ctg)
+            scaled = self.net.trunk.spec.action.encode_scaled(candidates)
+            risks = guard.rate(features, scaled, token.ctg, token.time)
             return memory, *self._least_risky(policy, candidates, risks, risk)
-        return memory, *self._allowed(policy, guard.judge(features, token.ctg, risk), key)
+        return memory, *self._allowed(policy, guard.judge(features, token.ctg, token.time, risk), key)
 
     def read(self, memory: Cache, token: Token) -> tuple[Cache, jax.Array]:
         """The network's features of the newest token of each row.
@@ -106,6 +111,14 @@ class InContextAgent(eqx.Module):
             "risk": jnp.take_along_axis(risks, chosen[:, None], 1)[:, 0],
             "stepped_in": ~fine,
         }
+
+
+def bold_rows(rows: int, share: float) -> jax.Array:
+    """[row] bool: the rows that play with a larger risk, the first `share` of them.
+
+    A guard learns from what is played. What it forbids is played no more, and a wrong verdict would stand for ever.
+    """
+    return jnp.arange(rows) < round(share * rows)
 
 
 def _where(rows: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from safeicrl.agents.api import Agent
-from safeicrl.agents.in_context import InContextAgent
+from safeicrl.agents.in_context import InContextAgent, bold_rows
 from safeicrl.budgets import budget_edges, is_over
 from safeicrl.envs.api import Env, Key, PyTree, record, refuse_several, replace
 from safeicrl.errors import MOST_STEPS, UserError, check_integer, check_number, check_risk
@@ -45,6 +45,7 @@ class ScaredConfig:
     budget_power: float = 1.5  # budgets are low + (high − low) u^power: above 1, small ones are practised more
     risk: float = 0.03  # chance of breaking the budget that the guard tolerates (net.guard)
     first_risk: float | None = None  # at the start of the run, see `tolerated_risk`; None: `risk` from the start
+    bold: float = 0.0  # share of the rows whose guard keeps `first_risk`, and from which λ does not learn
     overtime: float = 0.0  # share of the trials that last OVERTIME times as many episodes, see `play`
     spent: float = 0.0  # share of the episodes that begin overspent, in each cost; see `draw`
     net: NetConfig = field(default_factory=NetConfig)
@@ -64,12 +65,14 @@ class ScaredConfig:
         if self.overlap and self.optimiser != "ppo":
             raise UserError(f"overlap is for ppo, got the optimiser {self.optimiser!r}; use 0")
         check_number("budget_power", self.budget_power, 0.0, strict=True)
-        for name in ("spent", "overtime"):
+        for name in ("spent", "overtime", "bold"):
             if check_number(name, getattr(self, name), 0.0) > 1:
                 raise UserError(f"{name} must be at most 1, got {getattr(self, name)}")
         check_risk(self.risk)
         if self.first_risk is not None:
             check_risk(self.first_risk)
+        elif self.bold:
+            raise UserError(f"bold {self.bold} is the share of rows with first_risk: give one, or leave bold at 0")
         if self.optimiser not in ("ppo", "ddpg"):
             raise UserError(f"optimiser must be ppo or ddpg, got {self.optimiser!r}")
         if self.net.levels and self.optimiser == "ddpg":
@@ -202,7 +205,7 @@ class Scared:
 
     def move(self, state: ScaredState, trials: Trials) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The new λ, and what to report about the trials."""
-        played = episode_sums(trials, self.episodes, self.config.queue)
+        played = self.without_bold(episode_sums(trials, self.episodes, self.config.queue))
         fresh = without_overspent(played)
         multiplier = update_multiplier(
             state.multiplier, self.judged(state, fresh), self.edges, self.config.penalty, self.progress(state)
@@ -213,6 +216,15 @@ class Scared:
             "over_budget_by_bin": over_by_bin(fresh, self.edges),
             "fault": first_fault(trials),
         }
+
+    def without_bold(self, episodes: Episodes) -> Episodes:
+        """Without the episodes of bold rows, which are no measure of what the guard lets through."""
+        if not self.config.bold:
+            return episodes
+        parts = max(self.config.overlap, 1)
+        bold = jnp.tile(bold_rows(self.config.rows // parts, self.config.bold), parts)  # [row]
+        strict = ~jnp.repeat(bold, self.config.queue)[:, None]
+        return replace(episodes, played=episodes.played & strict)
 
     def per_episode(self, multiplier: jax.Array) -> jax.Array:
         """λ of each episode of a trial, [episode]."""
@@ -237,7 +249,8 @@ class Scared:
         if self.config.first_risk is None or explorer.risk is None:
             return explorer
         risk = tolerated_risk(self.config.first_risk, self.config.risk, progress)
-        return dataclasses.replace(explorer, risk=risk)
+        bold = (self.config.bold, self.config.first_risk) if self.config.bold else None
+        return dataclasses.replace(explorer, risk=risk, bold=bold)
 
     def judged(self, state: ScaredState, fresh: Episodes) -> Episodes:
         """The episodes that move λ: those just played, or these and all that replay still holds."""

@@ -16,7 +16,7 @@ from safeicrl.envs.faults import first_of, refuse_fault
 from safeicrl.envs.registry import env_to_plain
 from safeicrl.errors import MOST_EPISODES, MOST_STEPS, UserError, check_budget, check_integer, check_seed
 from safeicrl.evaluation.results import Results
-from safeicrl.evaluation.task_lists import evaluation_keys, load_list, sample_tasks
+from safeicrl.evaluation.task_lists import TaskList, evaluation_keys, load_list, sample_tasks
 from safeicrl.machine.devices import everywhere, make_mesh, over_rows, padded, spread, using
 from safeicrl.optimisers.meta import Spent
 from safeicrl.provenance import surroundings
@@ -76,31 +76,63 @@ def evaluate(
     mesh = devices if isinstance(devices, Mesh) else make_mesh(devices, rows={}, env=env)
     begin = time.perf_counter()
 
-    task_key, run_key = evaluation_keys(seed)
+    sampled = _draw_tasks(env, frozen, tasks, split, seed)
+    whole, spent, stepped_in = _play_all(
+        env, agent, sampled, budget, seed, tasks=tasks, episodes=episodes, rows=rows, segments=segments, mesh=mesh
+    )
+    provenance = {
+        "label": label,
+        **_protocol(env, split, seed, range_, budgets_per_task, frozen),
+        **({"limits": _plain_limits(sampled)} if hasattr(sampled, "multiplier") else {}),
+        **({} if spent is None else {"adaptation": spending(spent)}),
+        **({} if stepped_in is None else {"guard_stepped_in": float(stepped_in.sum() / whole.lengths.sum())}),
+        **(meta or {}),
+        **surroundings(),
+        "seconds": time.perf_counter() - begin,
+    }
+    return Results(returns=whole.returns, costs=whole.costs, lengths=whole.lengths, budgets=budget, meta=provenance)
+
+
+def _draw_tasks(env: Env, frozen: TaskList | None, tasks: int, split: Split, seed: int) -> PyTree:
+    """The tasks [task], those of the frozen list if there is one, on the host."""
     if frozen is None:
-        sampled = sample_tasks(env, check_split(split), jax.random.split(task_key, tasks))
+        sampled = sample_tasks(env, check_split(split), jax.random.split(evaluation_keys(seed)[0], tasks))
     else:
         sampled = jax.tree.map(lambda x: x[:tasks], frozen.tasks)
-    sampled = jax.tree.map(_on_host, sampled)
-    steps = episodes * env.spec.max_steps
+    return jax.tree.map(_on_host, sampled)
+
+
+def _play_all(
+    env: Env, agent: Agent, sampled: PyTree, budgets: np.ndarray, seed: int, *, tasks: int, episodes: int,
+    rows: int, segments: int, mesh: Mesh | None,
+) -> tuple[Any, Spent | None, np.ndarray | None]:  # fmt: skip
+    """A trial for each budget, `rows` at a time: Episodes in NumPy arrays, [trial, episode], and as `_play` has them
+    what adapting took and how often a guard stepped in.
+    """
+    trials, steps = len(budgets), episodes * env.spec.max_steps
     segments = min(segments, max(steps // SEGMENT, 1)) if _grows(agent, sampled, steps) else 1
     parts, name = [], env_to_plain(env)["name"]
-    agent = spread(agent, mesh)
+    agent, run_key = spread(agent, mesh), evaluation_keys(seed)[1]
     for chunk, first in enumerate(range(0, trials, rows)):
         # The last chunk is filled up with the first trials, so that all chunks have one shape. A few more rows,
         # so that all devices have equally many, change nothing: a row's play does not depend on how many there are.
         index = np.arange(first, first + padded(rows, mesh)) % trials
         queue = jax.tree.map(lambda x, i=index % tasks: x[i][:, None], sampled)  # [row, 1, ...]
         key = jax.random.fold_in(run_key, chunk)
-        given = spread((queue, jnp.asarray(budget[index][:, None]), key), mesh)
+        given = spread((queue, jnp.asarray(budgets[index][:, None]), key), mesh)
         with using(mesh):
             played, found = _play(env, agent, *given, episodes=episodes, segments=segments)
         fault = np.asarray(found)
         refuse_fault(fault, name, [f"task {index[int(fault[1])] % tasks}"])
         parts.append(jax.tree.map(lambda x: np.asarray(x)[:rows], played))
-    whole, spent = jax.tree.map(lambda *x: np.concatenate(x)[:trials], *parts)
-    provenance = {
-        "label": label,
+    return jax.tree.map(lambda *x: np.concatenate(x)[:trials], *parts)
+
+
+def _protocol(
+    env: Env, split: Split, seed: int, range_: list[Any], budgets_per_task: int, frozen: TaskList | None
+) -> dict[str, Any]:
+    """What was asked of the agent, as the results keep it."""
+    return {
         "env": env_to_plain(env),
         **({"approximation": what} if (what := getattr(env, "approximation", None)) else {}),
         "split": split,
@@ -109,13 +141,7 @@ def evaluate(
         "budget_range": range_,
         "budgets_per_task": budgets_per_task,
         **({} if frozen is None else {"task_list": frozen.described()}),
-        **({"limits": _plain_limits(sampled)} if hasattr(sampled, "multiplier") else {}),
-        **({} if spent is None else {"adaptation": spending(spent)}),
-        **(meta or {}),
-        **surroundings(),
-        "seconds": time.perf_counter() - begin,
     }
-    return Results(returns=whole.returns, costs=whole.costs, lengths=whole.lengths, budgets=budget, meta=provenance)
 
 
 def check_size(
@@ -180,18 +206,21 @@ def _plain_limits(tasks: PyTree) -> list[float]:
 @eqx.filter_jit
 def _play(
     env: Env, agent: Agent, tasks: PyTree, budgets: jax.Array, key: Key, *, episodes: int, segments: int
-) -> tuple[tuple[Episodes, Spent | None], jax.Array]:
+) -> tuple[tuple[Episodes, Spent | None, jax.Array | None], jax.Array]:
     """Sums per episode, and the first fault; inside one jit, so that the steps themselves are never kept.
 
-    For an agent that updates its parameters: also what it played besides the episodes of the trial.
+    For an agent that updates its parameters: also what it played besides the episodes of the trial. For one with a
+    guard: at how many steps of each trial it stepped in.
     """
     if adapts(agent):
         single, budget = over_rows((jax.tree.map(lambda x: x[:, 0], tasks), budgets[:, 0]))
         found, spent = agent.play_trials(env, single, budget, key, episodes=episodes)  # type: ignore[attr-defined]
-        return everywhere(((found, spent), first_of(spent.fault)))
+        return everywhere(((found, spent, None), first_of(spent.fault)))
     steps = episodes * env.spec.max_steps
     trials = run_trials(env, agent, tasks, budgets, key, episodes=episodes, steps=steps, segments=segments)
-    return everywhere(((episode_sums(trials, episodes), None), first_fault(trials)))
+    guarded = isinstance(trials.extras, dict) and "stepped_in" in trials.extras
+    stepped_in = (trials.extras["stepped_in"] & trials.valid).sum(-1) if guarded else None
+    return everywhere(((episode_sums(trials, episodes), None, stepped_in), first_fault(trials)))
 
 
 def spending(spent: Spent) -> dict[str, Any]:

@@ -298,6 +298,9 @@ class Safety:
     by_episode: list[float]  # [episode] share of trials over budget in this episode
     by_budget: dict[str, float]  # bin → share of episodes over budget
     trials_by_budget: dict[str, float]  # bin → share of trials with any
+    stepped_in: float  # share of the steps at which a guard stepped in; nan without a guard
+    deciles: list[float]  # [11] edges of ten equal bins of the budget; empty with several costs
+    largest: list[float]  # [10] largest episode cost of a trial, mean over the bin's trials; nan for an empty bin
 
 
 def safety(seeds: Sequence[Results]) -> Safety:
@@ -323,7 +326,25 @@ def safety(seeds: Sequence[Results]) -> Safety:
         by_episode=over.mean(axis=0).tolist(),
         by_budget={name: mean(part) for name, part in bins.items()},
         trials_by_budget={name: mean(part.any(axis=1)) for name, part in bins.items()},
+        stepped_in=mean(np.array([r.meta["guard_stepped_in"] for r in seeds if "guard_stepped_in" in r.meta])),
+        **_largest_costs(seeds),
     )
+
+
+def _largest_costs(seeds: Sequence[Results]) -> dict[str, list[float]]:
+    """`Safety.deciles` and `Safety.largest`."""
+    if seeds[0].several:
+        return {"deciles": [], "largest": []}
+    low, high = seeds[0].budget_range
+    edges = np.linspace(low, high, 11)
+    budgets = np.concatenate([result.budgets for result in seeds])
+    worst = np.concatenate([result.costs.max(axis=1) for result in seeds])
+    inside = bin_of(budgets, edges)
+    parts = [worst[inside == index] for index in range(10)]
+    return {
+        "deciles": edges.round(3).tolist(),
+        "largest": [float(part.mean()) if part.size else float("nan") for part in parts],
+    }
 
 
 def trained_episodes(results: Results) -> int | None:

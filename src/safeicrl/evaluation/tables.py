@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -141,14 +141,24 @@ def safety_table(groups: Mapping[str, Sequence[Results]]) -> Table:
         "… 95th percentile": lambda s: number(s.excess_95),
         "… largest": lambda s: number(s.excess_worst),
         "over, past training's K": lambda s: share(s.over_beyond),
+        "steps, guard stepped in": lambda s: share(s.stepped_in),
     }
     for name, form in rows.items():
         table.add_row(name, *(form(each) for each in found.values()))
+    for index, (low, high) in enumerate(safety_deciles(found.values())):
+        largest = (f"{each.largest[index]:.2f}" for each in found.values())
+        table.add_row(f"largest cost, δ {low:g}–{high:g}", *largest)
     bins = [each.by_budget.keys() for each in found.values()]
     for name in bins[0] if all(names == bins[0] for names in bins) else ():
         table.add_row(f"over, δ {name}", *(share(each.by_budget[name]) for each in found.values()))
         table.add_row(f"trials, δ {name}", *(share(each.trials_by_budget[name]) for each in found.values()))
     return table
+
+
+def safety_deciles(found: Iterable[Safety]) -> list[tuple[float, float]]:
+    """The ten budget bins that all agents share; none where they differ."""
+    first, *others = (each.deciles for each in found)
+    return list(itertools.pairwise(first)) if all(other == first for other in others) else []
 
 
 def limits_table(result: Results, last: int = 5) -> Table:

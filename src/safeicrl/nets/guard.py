@@ -12,7 +12,9 @@ What is predicted does not depend on the policy, so a forbidden action is judged
 `p₁` is learned by cross-entropy from the action that was taken and the cost that followed. `p_d` looks one step
 further than `p_{d−1}`: after the action comes the safest one that the model itself knows, or, where actions are
 real numbers, the middle of their range (coast). Depth 1 cannot see a trap that springs at the second step, such
-as a body that moves too fast to stop. An episode's end ends the count.
+as a body that moves too fast to stop. An episode's end ends the count. With a clock (`net.guard_clock`) the guard
+knows when that must be: where only t < d steps are left, it asks p_t. A step that would be a trap earlier is free
+at the very end, and the policy can use it to find out what lies there.
 
 The guard acts only where it decides something: while the rest of the budget covers all that `depth` steps can
 cost, every action is allowed. If all actions are risky, the least risky ones are allowed.
@@ -54,15 +56,16 @@ class Guard(eqx.Module):
     depth: int = eqx.field(static=True)  # steps ahead
     unit: float = eqx.field(static=True)  # of cost, between two thresholds
     thresholds: int = eqx.field(static=True)  # k·unit for k = 0 … thresholds − 1
+    limit: int | None = eqx.field(static=True)  # steps of the longest episode, if the guard has a clock
 
-    def __init__(self, spec: EnvSpec, *, width: int, choices: int, depth: int, key: Key):
+    def __init__(self, spec: EnvSpec, *, width: int, choices: int, depth: int, key: Key, clock: bool = False):
         refuse_several(spec, "a guard (net.guard)")
         if not np.isfinite(spec.max_cost):
             raise UserError(
                 "a guard needs costs with a bound: the environment's spec.max_cost, the largest cost of one step, "
                 f"must be finite, got {spec.max_cost}"
             )
-        self.choices, self.depth = choices, depth
+        self.choices, self.depth, self.limit = choices, depth, spec.max_steps if clock else None
         most, unit = depth * spec.max_cost, spec.cost_unit or spec.max_cost / PARTS
         self.unit = unit * max(math.ceil(most / unit / THRESHOLDS), 1)
         self.thresholds = math.ceil(most / self.unit - NEAR)
@@ -78,21 +81,35 @@ class Guard(eqx.Module):
         joined = jnp.concatenate([features, action.astype(features.dtype)], -1)
         return self.head.read_out(joined).reshape(*joined.shape[:-1], self.depth, self.thresholds)
 
-    def judge(self, features: jax.Array, ctg: jax.Array, risk: jax.Array | float) -> Verdict:
-        """The verdict on every action of a finite set, [..., action]; `ctg` [...] is what is left of the budget."""
-        logits = self.logits(features)[..., -1, :, :]  # of the full depth
+    def judge(self, features: jax.Array, ctg: jax.Array, time: jax.Array, risk: jax.Array | float) -> Verdict:
+        """The verdict on every action of a finite set, [..., action]; for the `risk`, or one for each row [..., 1].
+
+        `ctg` [...] is what is left of the budget, `time` [...] the steps that the episode has had.
+        """
+        logits = self._ahead(self.logits(features), time, -3)
         left = self._index(ctg)[..., None, None]
         chance = jax.nn.sigmoid(jnp.take_along_axis(logits, jnp.clip(left, 0, self.thresholds - 1), -2)[..., 0, :])
         chance = jnp.where(left[..., 0] >= self.thresholds, 0.0, chance)  # cannot be spent within `depth` steps
         return Verdict(risk=chance, allowed=chance <= tolerated(chance, risk))
 
-    def rate(self, features: jax.Array, actions: jax.Array, ctg: jax.Array) -> jax.Array:
+    def rate(self, features: jax.Array, actions: jax.Array, ctg: jax.Array, time: jax.Array) -> jax.Array:
         """The risk of real-valued candidate actions, [..., candidate] of [..., candidate, action]."""
         wide = jnp.broadcast_to(features[..., None, :], (*actions.shape[:-1], features.shape[-1]))
-        logits = self.logits(wide, actions)[..., -1, :]  # [..., candidate, threshold]
+        logits = self._ahead(self.logits(wide, actions), time, -2)  # [..., candidate, threshold]
         left = self._index(ctg)[..., None, None]
         chance = jax.nn.sigmoid(jnp.take_along_axis(logits, jnp.clip(left, 0, self.thresholds - 1), -1)[..., 0])
         return jnp.where(left[..., 0] >= self.thresholds, 0.0, chance)
+
+    def _ahead(self, logits: jax.Array, time: jax.Array, axis: int) -> jax.Array:
+        """Of the depths, on the given axis: the full one, or as many steps as the episode can still have.
+
+        Past the time limit of training nobody knows when the end is: the full depth again.
+        """
+        if self.limit is None:
+            return jax.lax.index_in_dim(logits, self.depth - 1, axis, keepdims=False)
+        left = self.limit - time
+        depth = jnp.where((left > 0) & (left < self.depth), left, self.depth)[..., None, None, None]
+        return jnp.take_along_axis(logits, depth - 1, axis).squeeze(axis)
 
     def _index(self, left: jax.Array) -> jax.Array:
         """The largest threshold that is not above what is left, [...] int; 0 once the budget is overspent."""

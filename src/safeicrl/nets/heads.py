@@ -248,7 +248,9 @@ class PolicyNet(eqx.Module):
             discrete = isinstance(spec.action, Discrete)
             choices = spec.action.n if discrete else config.levels**spec.action.size if config.levels else 0  # type: ignore[union-attr]
             guard = jax.random.fold_in(key, 1)
-            self.guard = Guard(spec, width=config.width, choices=choices, depth=config.guard, key=guard)
+            self.guard = Guard(
+                spec, width=config.width, choices=choices, depth=config.guard, clock=config.guard_clock, key=guard
+            )
 
     def distribution(self, features: jax.Array, actor: MLP | None = None) -> Distribution:
         """π(· | history) from the transformer's features, any leading shape; by another `actor` if given."""

@@ -32,6 +32,7 @@ class NetConfig:
     context: int = 1500  # newest tokens that a token sees, in learning and in acting; older ones are forgotten
     levels: int = 0  # of each number of a real-valued action, see heads.Levels; 0: a tanh-normal instead
     guard: int = 0  # steps that the guard looks ahead (guard.py); 0: no guard
+    guard_clock: bool = False  # whether the guard looks no further than the last step before the time limit
     saturate: int | None = None  # episode from which on the index of the episode no longer grows; None: never
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on a GPU, float32 elsewhere
 

@@ -56,7 +56,7 @@ def export_policy(
     results file of this policy, acting as its card will say. It replaces the evaluation from training. `env_args`
     are the parameters in which the target environment differs from that of training.
     """
-    target, source = _target(Path(out), overwrite), _source(name_or_path, seed)
+    target, source = target_file(Path(out), overwrite), _source(name_or_path, seed)
     check_output(target)
     card = read_card(source)
     own, agent = load_agent(source, card)
@@ -182,7 +182,7 @@ def _seed_like(source: Path, other: str | Path) -> int | None:
     return int(seed[1]) if seed and Path(other).is_dir() and str(other) not in policy_names() else None
 
 
-def _target(out: Path, overwrite: bool) -> Path:
+def target_file(out: Path, overwrite: bool) -> Path:
     """The file to write, with its extension; refused if it must not be written."""
     if out.is_dir() or out.name in ("", ".."):
         raise UserError(f"--out must name the file to write, got the folder {str(out)!r}")

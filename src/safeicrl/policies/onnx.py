@@ -112,7 +112,7 @@ class _Step:
         features = self.norm(self.net.trunk.norm_out, x)
         self.output("new_clock", self.op("Add", clock, self.const(np.int64(1))), np.int64, [])
         self.output("new_age", now, np.int64, ["row"])
-        self.choose(features, token["ctg"])
+        self.choose(features, token["ctg"], token["time"])
         return self.onnx.helper.make_graph(self.nodes, "act", self.inputs, self.outputs, self.weights)
 
     # -- the token ------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ class _Step:
 
     # -- the choice -----------------------------------------------------------------------------------------
 
-    def choose(self, features: str, ctg: str) -> None:
+    def choose(self, features: str, ctg: str, time: str) -> None:
         """The action: the one whose score plus noise is greatest, or the Gaussian at the noise."""
         space, levels = self.spec.action, self.config.levels
         temperature = self.agent.temperature or 1.0  # greedy is noise of zero
@@ -232,7 +232,7 @@ class _Step:
             logits = self.op("Div", out, self.const(np.float32(temperature)))
             scores = self.op("Add", logits, self.input("noise", np.float32, ["row", space.n]))
             if self.net.guard is not None and self.agent.risk is not None:
-                scores = self.guarded(features, ctg, scores)
+                scores = self.guarded(features, ctg, time, scores)
             self.output("chosen", self.op("ArgMax", scores, axis=1, keepdims=0), np.int64, ["row"])
         elif levels:
             logits = self.op("Reshape", out, self.const(np.array([-1, space.size, levels])))
@@ -261,7 +261,7 @@ class _Step:
             "chosen", self.op("Add", action, self.const(np.float32(centre))), np.float32, ["row", space.size]
         )
 
-    def guarded(self, features: str, ctg: str, scores: str) -> str:
+    def guarded(self, features: str, ctg: str, time: str, scores: str) -> str:
         """`Guard.judge`: the scores with those of forbidden actions out of reach; also what the guard did."""
         guard = self.net.guard
         assert guard is not None
@@ -269,9 +269,7 @@ class _Step:
         risk = self.input("risk", np.float32, [], default=np.float32(self.agent.risk))  # type: ignore[arg-type]
         shape = self.const(np.array([-1, guard.depth, count, actions]))
         logits = self.op("Reshape", self.mlp(guard.head, features), shape)
-        logits = self.op(
-            "Gather", logits, self.const(np.int64(guard.depth - 1)), axis=1
-        )  # [row, threshold, action]
+        logits = self.ahead(logits, time)  # [row, threshold, action]
         left = self.op("Div", self.op("Relu", ctg), self.const(np.float32(guard.unit)))
         left = self.op("Floor", self.op("Add", left, self.const(np.float32(guards.NEAR))))
         left = self.op("Cast", left, to=self.onnx.TensorProto.INT64)
@@ -294,6 +292,19 @@ class _Step:
         fine = total(self.real(allowed), asked)
         self.output("stepped_in", self.op("Less", fine, self.const(np.float32(0.5))), np.bool_, ["row"])
         return safe
+
+    def ahead(self, logits: str, time: str) -> str:
+        """`Guard._ahead`: of [row, depth, threshold, action], those of the depth that counts at this time."""
+        guard = self.net.guard
+        assert guard is not None
+        if guard.limit is None or guard.depth == 1:
+            return self.op("Gather", logits, self.const(np.int64(guard.depth - 1)), axis=1)
+        full, shape = self.const(np.int64(guard.depth)), np.array([1, 1, guard.thresholds, guard.choices])
+        left = self.op("Sub", self.const(np.int64(guard.limit)), time)
+        inside = self.op("And", self.op("Greater", left, self.const(np.int64(0))), self.op("Less", left, full))
+        at = self.op("Sub", self.op("Where", inside, left, full), self.const(np.int64(1)))
+        at = self.op("Expand", self.op("Reshape", at, self.const(np.array([-1, 1, 1, 1]))), self.const(shape))
+        return self.op("Squeeze", self.op("GatherElements", logits, at, axis=1), self.const(np.array([1])))
 
     # -- ONNX -----------------------------------------------------------------------------------------------
 

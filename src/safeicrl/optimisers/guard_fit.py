@@ -1,0 +1,143 @@
+"""A guard for a policy that has none: fitted to the frozen policy, from what it plays.
+
+The policy's features stay as they are; only the cost model on them is learned. It plays training tasks, in the
+first half of the rounds as it is. In the second half its guard is on, but for a quarter of the rows: the guard then
+meets the situations it will judge, and still sees what it forbids.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+
+from safeicrl.agents.in_context import InContextAgent
+from safeicrl.envs.api import Env, Key, PyTree
+from safeicrl.errors import UserError, check_integer, check_number, check_risk
+from safeicrl.nets.guard import Guard
+from safeicrl.nets.heads import PolicyNet, TanhNormal, transplanted
+from safeicrl.trial import run_trials, sample_queue
+
+QUEUE = 4  # trials a row can hold
+OFF = (0.25, 0.999)  # share of the rows that play without the guard, and the risk that comes to the same
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardFitConfig:
+    """How a guard is fitted."""
+
+    depth: int = 2  # steps that it looks ahead
+    clock: bool = True  # whether it looks no further than the last step before the time limit
+    risk: float = 0.01  # chance of breaking the budget that it tolerates
+    rounds: int = 30  # of playing, then learning
+    rows: int = 32  # of trials in a round
+    updates: int = 60  # gradient steps in a round, each on a quarter of its rows
+    learning_rate: float = 5e-3  # Adam's; it falls to a tenth
+    seed: int = 0  # of the tasks, the actions and the guard
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "rounds", "rows", "updates"):
+            check_integer(name, getattr(self, name), 1)
+        check_risk(self.risk)
+        check_number("learning_rate", self.learning_rate, 0.0, strict=True)
+
+
+class Play(NamedTuple):
+    """What `Guard.loss` takes; all [row, time, ...]."""
+
+    features: jax.Array
+    taken: jax.Array  # index of a finite action, or the real-valued one
+    cost: jax.Array
+    done: jax.Array
+    known: jax.Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardRound:
+    """One round, on what was played before the guard learned from it."""
+
+    round: int  # from 1
+    steps: int  # played, in all rounds so far
+    loss: float  # cross-entropy of "this step costs"
+    predicted: float  # mean chance that the step costs, at the actions that were taken
+    observed: float  # share of the steps that did
+
+
+def fit_guard(
+    env: Env,
+    agent: InContextAgent,
+    config: GuardFitConfig,
+    report: Callable[[GuardRound], None] | None = None,
+) -> InContextAgent:
+    """The agent with a guard of its own, at the risk of `config`; an old guard is replaced."""
+    if not isinstance(agent, InContextAgent):
+        raise UserError(f"a guard is for policies of kind 'net', not for a {type(agent).__name__}")
+    key = jax.random.key(config.seed)
+    agent = with_new_guard(agent, config, key)
+    rate, steps = config.learning_rate, config.rounds * config.updates
+    optimiser = optax.adam(optax.linear_schedule(rate, rate / 10, steps))
+    state = optimiser.init(eqx.filter(agent.net.guard, eqx.is_array))
+    played = 0
+    for index in range(config.rounds):
+        play_key, learn_key = jax.random.split(jax.random.fold_in(key, index + 1))
+        on = config.risk if 2 * index >= config.rounds else OFF[1]
+        acting = dataclasses.replace(agent, risk=jnp.float32(on), bold=OFF)
+        data, before = _play(env, acting, config.rows, play_key)
+        assert agent.net.guard is not None
+        guard, state = _learn(agent.net.guard, state, optimiser, data, learn_key, updates=config.updates)
+        agent = eqx.tree_at(lambda a: a.net.guard, agent, guard)
+        played += int(data.known.sum())
+        if report is not None:
+            loss, predicted, observed = (float(before[f"guard_{x}"]) for x in ("loss", "predicted", "observed"))
+            report(GuardRound(round=index + 1, steps=played, loss=loss, predicted=predicted, observed=observed))
+    return agent
+
+
+def with_new_guard(agent: InContextAgent, config: GuardFitConfig, key: Key) -> InContextAgent:
+    """The agent with a guard that has learned nothing."""
+    old = agent.net.trunk
+    net = dataclasses.replace(old.config, guard=config.depth, guard_clock=config.clock)
+    bare = eqx.tree_at(lambda n: n.guard, agent.net, None, is_leaf=lambda x: x is None)
+    fresh = eqx.filter_jit(PolicyNet)(net, old.spec, key)
+    return dataclasses.replace(agent, net=transplanted(fresh, bare), risk=config.risk)
+
+
+@eqx.filter_jit
+def _play(env: Env, agent: InContextAgent, rows: int, key: Key) -> tuple[Play, dict[str, jax.Array]]:
+    """A round's rows, and what the guard makes of them so far."""
+    spec, (task_key, play_key) = env.spec, jax.random.split(key)
+    tasks, budgets = sample_queue(env, "train", spec.train_budget, (rows, QUEUE), task_key)
+    trials = run_trials(env, agent, tasks, budgets, play_key, episodes=spec.episodes, steps=spec.trial_steps)
+    features = agent.net.trunk.forward(trials.token, trials.trial)
+    policy = agent.net.distribution(features)
+    real = isinstance(policy, TanhNormal)
+    taken = spec.action.encode_scaled(trials.action) if real else policy.index(trials.action)  # type: ignore[union-attr]
+    data = Play(
+        features=features.astype(jnp.float32), taken=taken, cost=trials.cost, done=trials.done,
+        known=trials.learnable,
+    )  # fmt: skip
+    return data, agent.net.guard.loss(*data)[1]  # type: ignore[union-attr]
+
+
+@eqx.filter_jit
+def _learn(
+    guard: Guard, state: PyTree, optimiser: optax.GradientTransformation, data: Play, key: Key, *, updates: int
+) -> tuple[Guard, PyTree]:
+    """A round's gradient steps."""
+    params, static = eqx.partition(guard, eqx.is_array)
+    rows = len(data.cost)
+
+    def step(carry: tuple, key: Key) -> tuple:
+        params, state = carry
+        some = jax.random.permutation(key, rows)[: max(rows // 4, 1)]
+        part = jax.tree.map(lambda x: x[some], data)
+        grads = jax.grad(lambda p: eqx.combine(p, static).loss(*part)[0])(params)
+        updates, state = optimiser.update(grads, state)
+        return (optax.apply_updates(params, updates), state), None
+
+    (params, state), _ = jax.lax.scan(step, (params, state), jax.random.split(key, updates))
+    return eqx.combine(params, static), state

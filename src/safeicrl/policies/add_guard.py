@@ -1,0 +1,47 @@
+"""A released policy with a guard that is fitted to it: `safeicrl fit-guard`."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from safeicrl.agents.in_context import InContextAgent
+from safeicrl.errors import UserError
+from safeicrl.files import check_output
+from safeicrl.optimisers.guard_fit import GuardFitConfig, GuardRound, fit_guard
+from safeicrl.policies.cards import read_card, save_policy
+from safeicrl.policies.catalogue import find_policy, load_agent
+from safeicrl.policies.export import target_file
+from safeicrl.provenance import surroundings
+
+LIMIT = "its guard was fitted afterwards: the policy has not learned to act with it"
+
+
+def add_guard(
+    name_or_path: str | Path,
+    out: str | Path,
+    config: GuardFitConfig,
+    *,
+    overwrite: bool = False,
+    report: Callable[[GuardRound], None] | None = None,
+) -> Path:
+    """Fit a guard to a frozen policy and write both as one policy; returns the file's path.
+
+    The evaluation on the old card was of the policy alone: the new card has none. The network's weights are the
+    same, so switched off the guard changes nothing.
+    """
+    target, source = target_file(Path(out), overwrite), find_policy(name_or_path)
+    check_output(target)
+    card = read_card(source)
+    if card["kind"] != "net":
+        raise UserError(f"a guard is for policies of kind 'net', {name_or_path} is of kind {card['kind']!r}")
+    env, agent = load_agent(source, card)
+    assert isinstance(agent, InContextAgent)
+    fitted = fit_guard(env, agent, config, report)
+    kept = {key: value for key, value in card.items() if key != "evaluation"}
+    net = {**card["net"], "guard": config.depth, "guard_clock": config.clock}
+    where = surroundings()
+    about = {**dataclasses.asdict(config), **{key: where[key] for key in ("command", "date", "safeicrl")}}
+    limits = [limit for limit in card.get("limits", []) if limit != LIMIT]
+    new = {**kept, "net": net, "risk": config.risk, "guard_fit": about, "limits": [*limits, LIMIT]}
+    save_policy(target, dataclasses.replace(fitted, risk=None), new)
+    return target
