@@ -239,17 +239,8 @@ def test_every_stored_file_that_a_panel_names_is_found():
         "MAML",
         "short context",
         "long context",
-        "half the width",
-        "double width",
         "default",
-        "exact",
-        "naive",
-        "Algorithm 1",
-        "SCARED",  # past K with Car, HalfCheetah and Ant; on the wide lists
         "wiped",
-        "random",
-        "explorer",
-        "planner",
         "safe-",  # temperatures
         "guard switched off",
         "guard at test time only",
