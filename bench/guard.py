@@ -1,6 +1,7 @@
 """A guard's calibration: predicted against observed chance of cost, and what each risk that is asked for gives.
 
-python bench/guard.py safe-dark-room-guard    → results/POLICY/calibration.json, docs/images/guard-calibration.png
+python bench/guard.py safe-dark-room-guard    → results/POLICY/calibration.json,
+                                              docs/images/guard-calibration-POLICY.png
 
 Both parts use other tasks than the reported ones (another seed). The chance is that of the next step's cost, at the
 action that was taken, at every step of a trial. The risks are those of `policy.start(risk=...)`.
@@ -35,23 +36,28 @@ BEFORE = (0, 1, 2, 4, 8)  # steps before a budget is broken
 
 
 def play(env: Env, agent: InContextAgent, split: str, tasks: int, key: jax.Array) -> tuple:
-    """Trials, the network's features of them, and the index of each action that was taken; all [trial, time]."""
+    """Trials, the network's features, and the actions taken, as the guard reads them; all [trial, time, ...]."""
     task_key, play_key = jax.random.split(key)
     queue, budgets = sample_queue(env, split, env.spec.test_budget, (tasks, 1), task_key)
     trials = run_trials(
         env, agent, queue, budgets, play_key, episodes=env.spec.episodes, steps=env.spec.trial_steps
     )
     features = agent.net.trunk.forward(trials.token, trials.trial)
+    if agent.net.guard.choices == 0:
+        return trials, features, env.spec.action.encode_scaled(trials.action)
     return trials, features, agent.net.distribution(features).index(trials.action)
 
 
 @eqx.filter_jit
 def chances(env: Env, agent: InContextAgent, split: str, tasks: int, key: jax.Array) -> tuple:
     """Predicted chance and occurrence of a cost at every step, and which steps were played; all [trial, time]."""
-    trials, features, index = play(env, agent, split, tasks, key)
-    logits = agent.net.guard.logits(features)[..., 0, 0, :]  # one step ahead, any cost
-    predicted = jax.nn.sigmoid(jnp.take_along_axis(logits, index[..., None], -1)[..., 0])
-    return predicted, trials.cost > 0, trials.valid
+    trials, features, taken = play(env, agent, split, tasks, key)
+    guard = agent.net.guard
+    if guard.choices == 0:
+        logits = guard.logits(features, taken)[..., 0, 0]  # one step ahead, any cost
+    else:
+        logits = jnp.take_along_axis(guard.logits(features)[..., 0, 0, :], taken[..., None], -1)[..., 0]
+    return jax.nn.sigmoid(logits), trials.cost > 0, trials.valid
 
 
 @eqx.filter_jit
@@ -157,14 +163,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=2000, help="of the tasks; reported results have 0")
     parser.add_argument("--out", type=Path, help="results/POLICY/calibration.json by default")
     parser.add_argument("--breaks", action="store_true", help="only the verdicts where budgets were broken")
-    parser.add_argument("--figure", type=Path, default=Path("docs/images/guard-calibration.png"))
+    parser.add_argument("--figure", type=Path, help="docs/images/guard-calibration-POLICY.png by default")
     args = parser.parse_args()
 
     about, path = provenance(), find_policy(args.policy)
     card = read_card(path)
     env, agent = load_agent(path, card)
-    if not isinstance(agent, InContextAgent) or agent.net.guard is None or agent.net.guard.choices == 0:
-        parser.error(f"{args.policy} has no guard over a finite set of actions")
+    if not isinstance(agent, InContextAgent) or agent.net.guard is None:
+        parser.error(f"{args.policy} has no guard; safeicrl fit-guard fits one")
+    if args.breaks and agent.net.guard.choices == 0:
+        parser.error(f"--breaks is for a finite set of actions; those of {args.policy} are real-valued")
     agent = dataclasses.replace(agent, temperature=card.get("temperature", 1.0))
     settings = {"policy": args.policy, "tasks": args.tasks, "seed": args.seed}
     if args.breaks:
@@ -177,7 +185,7 @@ def main() -> None:
     found |= {"risks": asked(env, agent, args.tasks, args.seed)}
     settings |= {"edges": EDGES.tolist()}
     write_json(args.out or Path(f"results/{path.stem}/calibration.json"), {**about, **settings, **found})
-    draw(found, args.figure)
+    draw(found, args.figure or Path(f"docs/images/guard-calibration-{path.stem}.png"))
 
 
 if __name__ == "__main__":

@@ -50,10 +50,10 @@ def part_of(name):
     return next(part for panel in panels.PANELS for part in panel.parts if part.name == name)
 
 
-def stored(folder, stem, *, costs, returns):
+def stored(folder, stem, *, costs, returns, **more):
     """An evaluation of four rooms with budgets of 1, 2, 8 and 9."""
     meta = {"label": "x", "seed": 7, "budget_range": [1.0, 10.0], "command": "safeicrl evaluate <x> & y"}
-    meta["env"] = {"name": "safe-dark-room", "parameters": {"episodes": 2}}
+    meta |= {"env": {"name": "safe-dark-room", "parameters": {"episodes": 2}}, **more}
     costs, returns = np.asarray(costs, float), np.asarray(returns, float)
     budgets = np.array([1.0, 2.0, 8.0, 9.0])
     results = Results(returns=returns, costs=costs, lengths=np.ones_like(costs), budgets=budgets, meta=meta)
@@ -117,8 +117,21 @@ def test_what_is_missing_is_said_and_never_drawn(room, tmp_path):
     empty, names = build("guard", root=tmp_path, about=[], out=tmp_path / "report")
     page = Page(empty.read_text())
     assert page.sources == []
-    assert names == ["guard-room", "guard-calibration"]
-    assert empty.read_text().count('class="missing"') == 5
+    worlds = ("point", "car", "half-cheetah", "ant")
+    parts = [["guard-room", *(f"guard-{w}" for w in worlds)]]
+    parts += [["guard-calibration", *(f"guard-calibration-{w}" for w in worlds)]]
+    assert names == [*parts[0], *parts[1]]
+    assert empty.read_text().count('class="missing"') == 5 + 4 * 2 + 5
+
+
+def test_the_guards_comparison_says_how_often_it_stepped_in(tmp_path):
+    """One of eight episodes is over budget, by 2; the guard acted at every tenth step."""
+    costs = [[1, 1], [1, 1], [1, 1], [11, 0]]
+    stored(tmp_path, "safe-dark-room-guard/policy", costs=costs, returns=np.ones((4, 2)), guard_stepped_in=0.1)
+    part = part_of("guard-room")
+    *_, brief, largest = part.show(find(part, tmp_path))
+    assert brief.rows == [["guard", "4", "2", "12.50% / 0.00%", "25.00%", "2 / 2", "10.00%"]]
+    assert largest.rows == [["guard", "1", "1", "–", "–", "–", "–", "–", "1", "11", "–"]]  # bins of 0.9, from 1
 
 
 def test_mistakes_are_one_line(capsys, tmp_path):
@@ -140,7 +153,7 @@ def test_every_difference_from_the_paper_has_a_reason(table):
 
 def test_settings_are_looked_up_by_name():
     values = {"a": {"b": [1, 2.50]}}
-    assert settings.fill("{a.b.0} → {a.b.1}, {a.c}", values) == "1 → 2.5, –"
+    assert settings.fill("{a.b.0} → {a.b.1}, {a.c}, {a.c|0}", values) == "1 → 2.5, –, 0"
 
 
 def test_training_budgets_are_those_of_the_logs():
@@ -239,6 +252,8 @@ def test_every_stored_file_that_a_panel_names_is_found():
         "planner",
         "safe-",  # temperatures
         "guard switched off",
+        "guard at test time only",
+        "calibration",  # of the robots
     )
     assert not {label for label in missing if not label.startswith(fine)}
 
@@ -248,14 +263,21 @@ def test_past_k_is_shown_by_blocks_of_k(tmp_path):
     costs = [[2, 1, 0, 0], [2, 1, 0, 0], [4, 1, 0, 0], [4, 3, 2, 0]]
     stored(tmp_path, "beyond/safe-dark-room-random", costs=costs, returns=np.tile([0.0, 1.0, 1.0, 1.0], (4, 1)))
     episodes = {"returns": [0.0, 0.5, 1.0, 0.0], "costs": [4.0, 2.0, 1.0, 1.0], "over": [1.0, 0.0, 0.0, 0.0]}
-    write_json(tmp_path / "beyond/safe-dark-room.json", {"tasks": 5, "trained_episodes": 2, "episodes": episodes})
+    played = {
+        "tasks": 5,
+        "trained_episodes": 2,
+        "episodes": episodes,
+        "context_full": {"share": 0.5, "median": 3.0},
+    }
+    write_json(tmp_path / "beyond/safe-dark-room.json", played)
     part = part_of("beyond-dark-room")
     drawing, table = part.show(find(part, tmp_path))
     assert table.rows == [
-        ["SCARED", "5", "2", "0.250 → 0.500", "3.00 → 1.00", "50.00% → 0.00%"],
-        ["random", "4", "2", "0.500 → 1.000", "2.25 → 0.25", "12.50% → 0.00%"],
+        ["SCARED", "5", "2", "0.25 → 0.5", "3.00 → 1.00", "50.00% → 0.00%"],
+        ["random", "4", "2", "0.5 → 1", "2.25 → 0.25", "12.50% → 0.00%"],
     ]
-    assert len(drawing.figure.axes[0].lines) == 4  # two curves, and K for each
+    curve, k, full, *others = drawing.figure.axes[0].lines  # two curves, K for each, one context that fills up
+    assert (len(curve.get_xdata()), k.get_xdata()[0], full.get_xdata()[0], len(others)) == (4, 2, 3.0, 2)
 
 
 def test_one_rule_chooses_the_temperature(tmp_path):

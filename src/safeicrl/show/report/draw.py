@@ -1,5 +1,6 @@
 """How the panels are drawn: figures of `evaluation.plots`, and tables of the numbers behind them."""
 
+import itertools
 from typing import Any, Literal, NamedTuple
 
 import matplotlib as mpl
@@ -11,7 +12,7 @@ from matplotlib.patches import Circle
 from safeicrl.evaluation import plots
 from safeicrl.evaluation.plots import PALETTE, STYLE, Groups
 from safeicrl.evaluation.results import Results
-from safeicrl.evaluation.statistics import bootstrap, budget_bins, rank, standard_error, summarise
+from safeicrl.evaluation.statistics import bootstrap, budget_bins, rank, safety, standard_error, summarise
 from safeicrl.show.report.content import Drawing, File, Found, Grid, Shown
 from safeicrl.show.report.steps import trained_on
 
@@ -298,51 +299,76 @@ def safe_ad_ablations(found: Found) -> list[Shown]:
 # -- guard, beyond K ----------------------------------------------------------------------------------------
 
 
+def guard(found: Found) -> list[Shown]:
+    """The paper's figures by budget, how often and by how much budgets are broken, and what the guard did."""
+    groups = found.groups()
+    rows, deciles = [], []
+    header: list[str] = []
+    for label, seeds in groups.items():
+        safe, brief = safety(seeds), [summarise(result) for result in seeds]
+        mean = lambda name, parts=brief: float(np.mean([getattr(part, name) for part in parts]))  # noqa: E731
+        shares = (mean("over_budget"), mean("over_budget_last"), safe.trials_over, safe.stepped_in)
+        over, last, ever, stepped = (f"{x:.2%}" if np.isfinite(x) else "–" for x in shares)
+        beyond = " / ".join(f"{x:.3g}" if np.isfinite(x) else "–" for x in (safe.excess_mean, safe.excess_95))
+        tasks = f"{sum(part.tasks for part in brief):,}"
+        rows.append([label, tasks, f"{mean('total_return'):.4g}", f"{over} / {last}", ever, beyond, stepped])
+        deciles.append([label, *(f"{x:.3g}" if np.isfinite(x) else "–" for x in safe.largest)])
+        header = [f"{low:g}–{high:g}" for low, high in itertools.pairwise(safe.deciles)]
+    columns = (
+        "", "tasks", "total return", "episodes over budget, all / last", "trials ever over",
+        "cost beyond the budget, mean / 95th percentile", "steps at which the guard stepped in",
+    )  # fmt: skip
+    largest = Grid(title="largest episode cost of a trial, mean by budget", header=["", *header], rows=deciles)
+    return [*budgets(found, over=True), Grid(header=columns, rows=rows), largest] if groups else []
+
+
 @mpl.rc_context(STYLE)
 def calibration(found: Found) -> list[Shown]:
-    """Predicted against observed chance of a cost, for training and test rooms."""
-    value = found.value("calibration")
+    """Predicted against observed chance of a cost, for tasks like those of training and for test tasks."""
+    value = next(iter(found.files.values()))[0].value
     figure = Figure(figsize=(4.4, 3.6))
     axis = figure.subplots()
     axis.plot([0, 1], [0, 1], color="#999999", linestyle=":")
     for colour, split in zip(PALETTE, ("train", "test"), strict=False):
-        axis.plot(value[split]["predicted"], value[split]["observed"], "o-", color=colour, label=f"{split} rooms")
+        axis.plot(value[split]["predicted"], value[split]["observed"], "o-", color=colour, label=f"{split} tasks")
     axis.set(title="chance that the next step costs", xlabel="predicted", ylabel="observed")
     axis.legend(frameon=False)
     rows = [
         [split, f"{value[split]['steps']:,}", f"{value[split]['expected_calibration_error']:.4f}"]
         for split in ("train", "test")
     ]
-    note = "In rooms of the test distribution the guard expects unknown obstacles where training had them."
-    text = "Calibrated in training rooms; in test rooms predictions between 5% and 80% are off."
+    text = "Predicted against observed chance that the next step costs, for training and test tasks."
     drawing = Drawing(figure=figure, text=text)
-    return [drawing, Grid(header=("rooms", "steps", "expected calibration error"), rows=rows), note]
+    return [drawing, Grid(header=("tasks", "steps", "expected calibration error"), rows=rows)]
 
 
 @mpl.rc_context(STYLE)
-def beyond(found: Found) -> list[Shown]:
+def beyond(found: Found, *, table_only: tuple[str, ...] = ()) -> list[Shown]:
     """Return and share over budget by episode, past the K of training, and their means by blocks of K episodes."""
     played = {label: _played_on(files[0].value) for label, files in found.files.items()}
+    drawn = {label: own for label, own in played.items() if label not in table_only} or played
     figure = Figure(figsize=(8.4, 2.8))
     axes = figure.subplots(1, 2)
     for axis, name, title in zip(axes, ("returns", "over"), ("episode return", "share over budget"), strict=True):
-        for colour, (label, own) in zip((*PALETTE, "#999999", "#555555", "#000000"), played.items(), strict=False):
+        for colour, (label, own) in zip((*PALETTE, "#999999", "#555555", "#000000"), drawn.items(), strict=False):
             y = own.curves[name]
             axis.plot(np.arange(1, len(y) + 1), y, color=colour, linewidth=1, label=label)
             axis.axvline(own.known, color="#bb0000", linestyle=":", linewidth=0.8)
-        axis.set(title=title, xlabel="episode (dotted: K)", ylim=(0, None))
+            if own.full is not None:
+                axis.axvline(own.full, color=colour, linestyle="--", linewidth=0.8)
+        axis.set(title=title, xlabel="episode (dotted: K, dashed: context full)", ylim=(0, None))
     axes[1].yaxis.set_major_formatter(mpl.ticker.PercentFormatter(xmax=1))
     figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, loc="outside right upper", fontsize=8)
     rows = [
         [label, str(own.tasks), str(own.known), *(_blocks(own, name, form) for name, form in BLOCKS)]
         for label, own in played.items()
     ]
-    text = f"Return and share over budget past the episodes of training: {', '.join(played)}."
+    text = f"Return and share over budget past the episodes of training: {', '.join(drawn)}."
     header = ("", "tasks", "K", "return per episode, by blocks of K episodes", "cost", "over budget")
     return [Drawing(figure=figure, text=text), Grid(header=header, rows=rows)]
 
 
-BLOCKS = (("returns", ".3f"), ("costs", ".2f"), ("over", ".2%"))
+BLOCKS = (("returns", ".3g"), ("costs", ".2f"), ("over", ".2%"))
 
 
 class PlayedOn(NamedTuple):
@@ -351,6 +377,7 @@ class PlayedOn(NamedTuple):
     tasks: int
     known: int  # K
     curves: dict[str, np.ndarray]  # returns, costs, over: means over tasks, [episode]
+    full: float | None = None  # episode in which the context is full: the median of the trials where it ever is
 
 
 def _played_on(value: Any) -> PlayedOn:
@@ -358,9 +385,19 @@ def _played_on(value: Any) -> PlayedOn:
     if isinstance(value, Results):
         curves = {name: getattr(value, name).mean(axis=0) for name, _ in BLOCKS}
         known = int(value.meta["env"]["parameters"]["episodes"])
-        return PlayedOn(tasks=len(value.returns), known=known, curves=curves)
+        return PlayedOn(tasks=len(value.returns), known=known, curves=curves, full=_full_from(value))
     curves = {name: np.asarray(value["episodes"][name], float) for name, _ in BLOCKS}
-    return PlayedOn(tasks=value["tasks"], known=value["trained_episodes"], curves=curves)
+    full = value.get("context_full", {}).get("median")
+    return PlayedOn(tasks=value["tasks"], known=value["trained_episodes"], curves=curves, full=full)
+
+
+def _full_from(results: Results) -> float | None:
+    """See `PlayedOn.full`; None where no context fills up, or the agent's card has none."""
+    context = results.meta.get("card", {}).get("net", {}).get("context")
+    if context is None:
+        return None
+    full = results.lengths.cumsum(axis=1) > context
+    return float(np.median(full.argmax(axis=1)[full.any(axis=1)] + 1)) if full.any() else None
 
 
 def _blocks(own: PlayedOn, name: str, form: str) -> str:

@@ -158,25 +158,55 @@ PUBLISHED_LOG = (
     ),
 )
 
-GUARD = (
-    Need(
-        label="penalty only",
-        files=("safe-dark-room/policy.npz",),
-        command="safeicrl evaluate safe-dark-room --tasks 1000 --out results/safe-dark-room/policy",
-    ),
-    Need(
-        label="guard",
-        files=("safe-dark-room-guard/policy.npz",),
-        command="safeicrl evaluate safe-dark-room-guard --tasks 1000 --out results/safe-dark-room-guard/policy",
-    ),
-    Need(
-        label="guard switched off",
-        files=("safe-dark-room-guard/guard-off.npz",),
-        command="safeicrl evaluate safe-dark-room-guard --no-guard --tasks 1000 "
-        "--out results/safe-dark-room-guard/guard-off",
-    ),
-    _reference("dark-room", "explorer"),
-)
+# steps that a fitted guard looks ahead: as many as a trap is deep, or as the robot needs to slow down
+DEPTHS = {"dark-room": 3, "point": 8, "car": 6, "half-cheetah": 4, "ant": 4}
+
+
+def _guard(world: str) -> tuple[Need, ...]:
+    """The guard's comparison: penalty only, a guard at test time only; in the room, a guard in training, too."""
+    _, folder, tasks, _ = WORLDS[world]
+    evaluate = f"safeicrl evaluate {folder} --tasks {tasks} --out results/{folder}/policy"
+    penalty = Need(label="penalty only", files=(f"{folder}/policy.npz",), command=evaluate)
+    fit = f"safeicrl fit-guard {folder} --depth {DEPTHS[world]} --out runs/{folder}-fitted"
+    fitted = Need(
+        label="guard at test time only",
+        files=(f"{folder}/fitted.npz",),
+        command=f"{fit}\nsafeicrl evaluate runs/{folder}-fitted --tasks {tasks} --out results/{folder}/fitted",
+    )
+    if world != "dark-room":
+        return penalty, fitted
+    return (
+        penalty,
+        fitted,
+        Need(
+            label="guard",
+            files=("safe-dark-room-guard/policy.npz",),
+            command="safeicrl evaluate safe-dark-room-guard --tasks 1000 --out results/safe-dark-room-guard/policy",
+        ),
+        Need(
+            label="guard switched off",
+            files=("safe-dark-room-guard/guard-off.npz",),
+            command="safeicrl evaluate safe-dark-room-guard --no-guard --tasks 1000 "
+            "--out results/safe-dark-room-guard/guard-off",
+        ),
+        _reference("dark-room", "explorer"),
+    )
+
+
+def _calibration(world: str) -> Part:
+    """Predicted against observed chance of cost: of the guard that was trained, or else of the fitted one."""
+    title, folder, _, _ = WORLDS[world]
+    policy, out = f"runs/{folder}-fitted", folder
+    if world == "dark-room":
+        policy = out = "safe-dark-room-guard"
+    need = Need(
+        label=f"calibration, {world}",
+        files=(f"{out}/calibration.json",),
+        command=f"python bench/guard.py {policy} --out results/{out}/calibration.json",
+    )
+    name = "guard-calibration" if world == "dark-room" else f"guard-calibration-{world}"
+    return Part(name=name, title=f"{title}: is it calibrated?", needs=(need,), show=draw.calibration)
+
 
 ROOM_SAFE_AD = safe_ad.needs("dark-room", 1000)[0]
 EPS = (
@@ -422,21 +452,19 @@ PANELS: tuple[Panel, ...] = (
         name="guard",
         title="The guard",
         text="Beyond the paper: a learned cost model forbids actions that are likely to break the budget. The same "
-        "1000 unseen rooms for all four agents.",
+        "unseen tasks for all agents of a world. A guard at test time only was fitted to the policy that was "
+        "trained without one; only the room has a policy that was trained with a guard.",
         parts=(
-            Part(name="guard-room", title="SafeDarkRoom", needs=GUARD, show=partial(draw.budgets, over=True)),
-            Part(
-                name="guard-calibration",
-                title="Is it calibrated?",
-                needs=(
-                    Need(
-                        label="calibration",
-                        files=("safe-dark-room-guard/calibration.json",),
-                        command="python bench/guard.py safe-dark-room-guard",
-                    ),
-                ),
-                show=draw.calibration,
+            *(
+                Part(
+                    name="guard-room" if world == "dark-room" else f"guard-{world}",
+                    title=WORLDS[world][0],
+                    needs=_guard(world),
+                    show=draw.guard,
+                )
+                for world in WORLDS
             ),
+            *(_calibration(world) for world in WORLDS),
         ),
     ),
     Panel(
@@ -446,7 +474,8 @@ PANELS: tuple[Panel, ...] = (
         "on, on unseen tasks of seed 0. The privileged and the memoryless agents are left out: they forget at "
         "every episode, so nothing changes for them.",
         parts=tuple(
-            Part(name=f"beyond-{world}", title=WORLDS[world][0], needs=_beyond(world), show=draw.beyond)
+            Part(name=f"beyond-{world}", title=WORLDS[world][0], needs=_beyond(world),
+                show=partial(draw.beyond, table_only=("random",) if world in ("half-cheetah", "ant") else ()))
             for world in WORLDS
         ),
     ),

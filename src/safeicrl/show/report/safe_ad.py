@@ -10,7 +10,7 @@ from safeicrl.show.report.content import File, Found, Grid, Need, Shown
 FOLDER = "safe-ad"  # of all its results
 MANY_ROOMS = "--tasks 405 --steps 3300 --group 405 --learner.learning-rate 3e-3 --learner.epochs 4"
 MANY_ARENAS = "--tasks 256 --steps 96000 --group 256 --learner.learning-rate 1e-3"
-MANY_RUNNERS = "--tasks 24 --steps 250000 --group 24 --learner.learning-rate 1e-3"
+MANY_RUNNERS = "--tasks 20 --steps 320000 --group 20 --learner.learning-rate 1e-3"
 # world → (environment, what PPO-Lagrangian learns)
 DATA = {
     "dark-room": ("safe-dark-room", MANY_ROOMS),
