@@ -28,7 +28,7 @@ from rich.table import Table
 from trials import ENV, EPOCHS, prepare
 
 from safeicrl.files import write_json
-from safeicrl.nets import attention, small_heads
+from safeicrl.nets import attention, small_heads, transformer
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, int], jax.Array]
 GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
@@ -54,12 +54,13 @@ def ways(rows: int) -> list[Way]:
     """Those to compare; the first is the present one."""
     return [
         Way("present", rows=rows),
+        Way("cuDNN", attention._attend_fused, rows=rows),
         Way("small heads 128/64", small(128, 64), rows=rows),
         Way("small heads 64/64", small(64, 64), rows=rows),
         Way("small heads 64/32", small(64, 32), rows=rows),
         Way("small heads 128/128, 8 warps", small(128, 128, warps=8), rows=rows),
         Way("no attention", lambda q, k, v, trial, window: v, rows=rows),
-        Way("small heads, 128 rows", small(128, 64), rows=4 * rows),
+        Way("128 rows", rows=4 * rows),
         Way("no graphs", rows=rows, options=(("xla_gpu_enable_command_buffer", ""),)),
         Way("small graphs", rows=rows, options=(("xla_gpu_graph_min_graph_size", 1),)),
         Way(
@@ -81,13 +82,11 @@ def lower(way: Way, args: argparse.Namespace) -> tuple[Any, Any]:
     function, state = prepared(way.rows, args.steps, args.seed)
     arrays, static = eqx.partition(state, eqx.is_array)
     run = lambda arrays: eqx.filter(function(eqx.combine(arrays, static)), eqx.is_array)  # noqa: E731
-    name = "_attend_fused" if jax.default_backend() == "gpu" else "_attend_blocks"
-    present = getattr(attention, name)
     try:
-        setattr(attention, name, way.attend or present)
+        transformer.attend = way.attend or attention.attend
         return jax.jit(run).lower(arrays), arrays
     finally:
-        setattr(attention, name, present)
+        transformer.attend = attention.attend
 
 
 def measure(way: Way, program: Any, arrays: Any, args: argparse.Namespace) -> dict[str, Any]:
@@ -186,12 +185,10 @@ def main() -> None:
     report["differences"] = {
         way.name: attempt(way.name, lambda way=way: difference(way.attend, min(args.steps, 512)))
         for way in chosen
-        if way.attend and way.name.startswith("small") and way.rows == args.rows
+        if way in programs and way.attend and way.rows == args.rows and way.name != "no attention"
     }
     if jax.default_backend() == "gpu":
-        present = lambda q, k, v, trial, window: attention._attend_fused(q, k, v, trial, window)  # noqa: E731
-        report["differences"]["present"] = attempt("present", lambda: difference(present, min(args.steps, 512)))
-        for way in [way for way in programs if way.name in ("present", "small heads 128/64")]:
+        for way in [way for way in programs if way.name in ("present", "cuDNN")]:
             run = functools.partial(programs[way], traced[way][1])
             report.setdefault("kernels", {})[way.name] = attempt(way.name, lambda run=run: kernels(run))
     console.print(report["differences"])

@@ -278,7 +278,7 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
         "test_files.py::test_a_flipped_bit_anywhere_in_a_card_is_noticed",
     ),
     Mutant(
-        "a stop looks like the end", "cli.py", "stop.exit_status\n\n\ndef _with", "0\n\n\ndef _with",
+        "a stop looks like the end", "cli/training.py", "stop.exit_status\n\n\ndef _with", "0\n\n\ndef _with",
         "test_files.py::test_a_stop_by_signal_has_its_own_exit_status",
     ),
     Mutant(

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 import safeicrl
-from safeicrl import cli
 from safeicrl.algos.registry import ALGOS
+from safeicrl.cli import entry, evaluating, exporting, options, showing, training
 from safeicrl.envs.registry import WORLDS
 from safeicrl.policies import policy as policies
 from safeicrl.policies.catalogue import find_policy
@@ -72,7 +72,7 @@ def test_the_site_has_every_page_and_every_module():
     )
     sources = (path.relative_to(ROOT / "src").with_suffix("") for path in (ROOT / "src").rglob("*.py"))
     modules = {".".join(path.parts) for path in sources if not path.name.startswith("__")}
-    inside = {m for m in modules if m.startswith("safeicrl.show.") or m in ("safeicrl.cli", "safeicrl.version")}
+    inside = {m for m in modules if m.startswith(("safeicrl.show.", "safeicrl.cli.")) or m == "safeicrl.version"}
     assert documented == modules - inside  # the rest is reached by commands
 
 
@@ -212,7 +212,7 @@ def parser(tidy, monkeypatch):
     """The command line up to where work begins; a recipe's stages share its options, so one of them is parsed."""
     from safeicrl.recipes import presets, recipe
 
-    def parse(command, form, args, real=cli._parse):
+    def parse(command, form, args, real=options.parse):
         policy = getattr(real(command, form, args), "policy", None)
         if isinstance(policy, str) and "/" not in policy and not policy.isupper():
             find_policy(policy)
@@ -222,14 +222,15 @@ def parser(tidy, monkeypatch):
         return presets.preset("darkroom-small", None) if folder.parts[0] == "runs" else real(folder)
 
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(cli, "_parse", parse)
-    monkeypatch.setattr(cli, "keep_compiled", lambda: None)
-    monkeypatch.setattr(cli.hosts, "supervise", lambda args: cli.train(args[1:]))
+    for module in (training, evaluating, exporting, showing):
+        monkeypatch.setattr(module, "parse", parse)
+    monkeypatch.setattr(entry, "keep_compiled", lambda: None)
+    monkeypatch.setattr(entry.hosts, "supervise", lambda args: training.train(args[1:]))
     monkeypatch.setattr(recipe, "load_recipe", load)  # a preset stands in for the reader's own run
 
     def understand(args):
         try:
-            cli._run(list(args))
+            entry._run(list(args))
         except Begun:
             return True
         except SystemExit as leaving:  # --help

@@ -354,14 +354,14 @@ def test_a_second_thread_is_refused(monkeypatch):
         each.start(budget=2)
         each.act((1, 1))
     inside, go_on = threading.Event(), threading.Event()
-    acts = policy_module._act
+    acts = policy_module.take_step
 
     def slow(*arguments):
         inside.set()
         assert go_on.wait(60)
         return acts(*arguments)
 
-    monkeypatch.setattr(policy_module, "_act", slow)
+    monkeypatch.setattr(policy_module, "take_step", slow)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(policy.act, (1, 0), 0.0, 1.0)
         assert inside.wait(60)

@@ -12,7 +12,7 @@ from networks import ROOM, ROWS, STEPS, forward, random_rows, random_weights, st
 from safeicrl.envs.api import replace
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.errors import UserError
-from safeicrl.nets import attention, transformer
+from safeicrl.nets import attention, small_heads, transformer
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig, Transformer, feature_size
 
@@ -225,6 +225,33 @@ def test_the_fused_kernels_trial_code_is_as_good_as_a_mask(monkeypatch, dtype, d
     np.testing.assert_allclose(
         np.asarray(fused, np.float32), attention_by_hand(q, k, v, trial, window), rtol=tolerance, atol=tolerance
     )
+
+
+def test_kernels_for_small_heads_equal_plain_attention():
+    """Output and gradients, of two seeds at once, with several trials in a row and a window.
+
+    The kernels run on GPUs; here they are interpreted.
+    """
+    blocks = small_heads.Blocks(forward=32, backward=16)
+    q, k, v, trial = random_qkv(75)
+    q, k, v = (jnp.stack([x, 1 - x]) for x in (q, k, v))  # [seed, row, time, head, dim]
+
+    def both(attend, **more):
+        total = lambda *x: jnp.sum(jnp.sin(attend(*x, trial, 20, **more)))  # noqa: E731
+        return jax.jit(jax.vmap(jax.value_and_grad(total, (0, 1, 2))))(q, k, v)
+
+    found, plain = both(small_heads.attend, blocks=blocks), both(attention._attend_blocks)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, plain)
+
+
+def test_kernels_for_small_heads_can_be_compiled_for_a_gpu(monkeypatch):
+    """As far as that is possible without one: Triton knows every operation."""
+    real = small_heads.pl.pallas_call
+    monkeypatch.setattr(small_heads.pl, "pallas_call", lambda *a, **k: real(*a, **{**k, "interpret": False}))
+    q, k, v, trial = random_qkv(75, jnp.bfloat16)
+    total = lambda *x: jnp.sum(small_heads.attend(*x, trial, 75).astype(jnp.float32))  # noqa: E731
+    program = jax.jit(jax.grad(total, (0, 1, 2))).trace(q, k, v).lower(lowering_platforms=("cuda",))
+    assert program.as_text().count("xla.gpu.triton") == 3
 
 
 # -- sizes

@@ -325,7 +325,7 @@ def play_nothing(monkeypatch: pytest.MonkeyPatch, tasks: int, episodes: int) -> 
     nothing = np.zeros((tasks, episodes), np.float32)
     sums = Episodes(returns=nothing, costs=nothing, lengths=nothing + 1, budgets=nothing, played=nothing > 0)
     monkeypatch.setattr(evaluation, "sample_tasks", lambda *_: nothing)
-    monkeypatch.setattr(evaluation, "_play", lambda *_, **__: ((sums, None), NO_FAULT))
+    monkeypatch.setattr(evaluation, "_play", lambda *_, **__: ((sums, None, None), NO_FAULT))
 
 
 def test_an_approximation_is_said_to_be_one_and_not_compared_with_the_real_one(monkeypatch):

@@ -106,10 +106,7 @@ def _play_all(
     env: Env, agent: Agent, sampled: PyTree, budgets: np.ndarray, seed: int, *, tasks: int, episodes: int,
     rows: int, segments: int, mesh: Mesh | None,
 ) -> tuple[Any, Spent | None, np.ndarray | None]:  # fmt: skip
-    """A trial for each budget, `rows` at a time: Episodes in NumPy arrays, [trial, episode].
-
-    Also what adapting took, and how often a guard stepped in, as `_play` has them.
-    """
+    """A trial for each budget, `rows` at a time: what `_play` returns, for all trials, in NumPy arrays."""
     trials, steps = len(budgets), episodes * env.spec.max_steps
     segments = min(segments, max(steps // SEGMENT, 1)) if _grows(agent, sampled, steps) else 1
     parts, name = [], env_to_plain(env)["name"]

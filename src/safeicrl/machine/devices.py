@@ -104,8 +104,13 @@ def everywhere(tree: T) -> T:
     return _constrained(tree, P())
 
 
+def divided() -> bool:
+    """Whether the program that is being traced runs on several devices."""
+    return ROWS in jax.sharding.get_abstract_mesh().axis_names
+
+
 def _constrained(tree: T, spec: P) -> T:
-    if ROWS not in jax.sharding.get_abstract_mesh().axis_names:
+    if not divided():
         return tree
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, spec) if hasattr(x, "shape") else x, tree)
 

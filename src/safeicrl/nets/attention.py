@@ -6,8 +6,9 @@ A row may hold several trials one after another (trial.py); a token sees earlier
 import jax
 import jax.numpy as jnp
 
-from safeicrl.machine.devices import over_rows
+from safeicrl.machine.devices import divided, over_rows
 
+SMALL = 16  # dimensions of the largest head that our own kernels take
 CHUNK = 64  # tokens in a query block on the CPU: block-causal halves the work of a full square ...
 WIDE_CHUNK = 512  # ... on an accelerator that hardly matters, and every block takes time to compile
 SEPARATION = 40.0  # logits added within a trial; e^−40 of the weight leaks between trials
@@ -19,11 +20,17 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, trial: jax.Array, window: i
 
     A token sees the newest `window` tokens of its trial, itself among them, as acting with a cache does.
 
-    Fused cuDNN attention on NVIDIA GPUs in bfloat16, plain block-causal attention everywhere else.
+    In bfloat16 on NVIDIA GPUs: our kernels for heads of up to 16 dimensions, fused cuDNN attention for larger ones
+    and on several devices, among which XLA cannot divide our kernels. Plain block-causal attention everywhere else.
     """
-    # Not `lax.platform_dependent`: that traces both branches, and cuDNN's refuses to be traced without a GPU.
-    fused = q.dtype == jnp.bfloat16 and jax.default_backend() == "gpu"
-    return (_attend_fused if fused else _attend_blocks)(q, k, v, trial, window)
+    # Not `lax.platform_dependent`: that traces all branches, and cuDNN's refuses to be traced without a GPU.
+    if q.dtype != jnp.bfloat16 or jax.default_backend() != "gpu":
+        return _attend_blocks(q, k, v, trial, window)
+    if q.shape[-1] > SMALL or divided():
+        return _attend_fused(q, k, v, trial, window)
+    from safeicrl.nets import small_heads  # here: importing Pallas takes time, and only GPUs need it
+
+    return small_heads.attend(q, k, v, trial, window)
 
 
 def _attend_fused(q: jax.Array, k: jax.Array, v: jax.Array, trial: jax.Array, window: int) -> jax.Array:

@@ -28,8 +28,8 @@ LOG2E = 1.4426950408889634
 class Blocks:
     """How the work is cut; the defaults are the fastest of bench/update.py on an H200."""
 
-    forward: int = 128  # queries and keys in one step of the output's kernel
-    backward: int = 64  # the same of the gradients' kernels, which hold more at a time; divides `forward`
+    forward: int = 64  # queries and keys in one step of the output's kernel
+    backward: int = 64  # the same of the gradients' kernels; divides `forward`
     warps: int = 4
 
 
@@ -222,6 +222,6 @@ def _call(kernel: Callable, grid: tuple[int, ...], blocks: Blocks, **specs: Any)
         kernel,
         grid=grid,
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=2),
-        interpret=jax.default_backend() == "cpu",
+        interpret=jax.default_backend() == "cpu",  # for the tests
         **specs,
     )

@@ -12,13 +12,11 @@ weights and without a trial. docs/deploy.md has all of it: budgets that change, 
 """
 
 import contextlib
-import dataclasses
-import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -26,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from safeicrl.agents.api import Agent, with_options
-from safeicrl.envs.api import Env, EnvSpec, Key, PyTree
+from safeicrl.envs.api import Env
 from safeicrl.errors import (
     MOST_ROWS,
     BeyondTraining,
@@ -39,7 +37,26 @@ from safeicrl.errors import (
 from safeicrl.policies import contexts
 from safeicrl.policies.cards import read_card
 from safeicrl.policies.catalogue import find_policy, load_agent, trained_env, trained_episodes
-from safeicrl.tokens import Token, first_token, next_token, usable_budget
+from safeicrl.policies.given import as_floats, budget_per_row, flag_per_row, number_per_row
+from safeicrl.policies.running import (
+    OPTIONAL,
+    GuardReport,
+    RunningTrial,
+    StopReport,
+    arrays_of,
+    blank,
+    first_tokens,
+    for_trial,
+    next_tokens,
+    remember,
+    reported,
+    restored,
+    single,
+    take_step,
+)
+from safeicrl.tokens import Token, usable_budget
+
+ROUNDING = 1e-4  # of a sum of costs, in units
 
 
 def load_policy(
@@ -64,44 +81,6 @@ def load_policy(
     return Policy(env=env, agent=agent, card={**card, **how})
 
 
-@dataclasses.dataclass(kw_only=True)
-class _Trial:
-    """A trial under way, all rows."""
-
-    batched: bool
-    budget: jax.Array  # [row], with several costs [row, cost]
-    agent: Agent  # with the risk of this trial
-    ready: "_Ready"  # the same, as its compiled program takes it
-    memory: PyTree
-    key: Key
-    fallback: np.ndarray | None = None  # the action that takes over once a budget is used up
-    stop: "StopReport | None" = None  # how often it did
-    guard: "GuardReport | None" = None  # what the guard has done so far
-    token: Token | None = None  # the last one, [row]; None before the first call of `act`
-    action: np.ndarray | None = None  # [row]
-    warned: bool = False  # about going beyond what the policy was trained on
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GuardReport:
-    """What the guard did; in a batch every number is an array [row]."""
-
-    risk: Any  # predicted chance that the last action breaks the budget within the guard's depth
-    stepped_in: Any  # whether the guard replaced the policy's last action
-    steps: Any  # actions of this trial so far
-    interventions: Any  # how many of them the guard replaced
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StopReport:
-    """What the hard stop did; in a batch every number is an array [row]."""
-
-    stopped: Any  # whether the last action was the fallback
-    steps: Any  # actions of this trial so far
-    fallbacks: Any  # how many of them were the fallback
-    episodes: Any  # in how many episodes the budget was used up
-
-
 class Policy:
     """A frozen agent that learns each new task from its own history, under a budget."""
 
@@ -111,7 +90,7 @@ class Policy:
         self._be_idle()
 
     def _be_idle(self) -> None:
-        self._trial: _Trial | None = None
+        self._trial: RunningTrial | None = None
         self._acting = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -154,16 +133,16 @@ class Policy:
         batched = batch is not None or budgets.ndim > len(self.env.spec.cost_shape)
         count = len(budgets) if batched and batch is None else 1
         rows = check_integer("batch", count if batch is None else batch, 1, MOST_ROWS)
-        budgets = _budget_per_row(budgets, rows, self.env.spec)
+        budgets = budget_per_row(budgets, rows, self.env.spec)
         key = jax.random.key(check_seed(seed))
         stand_in = None if fallback is None else self.env.spec.action.check_action(fallback)
         self.warn_beyond(budgets=budgets)
         with self._alone():
-            self._trial = _Trial(
+            self._trial = RunningTrial(
                 batched=batched,
                 budget=usable_budget(jnp.asarray(budgets), self.env.spec),
-                **_for_trial(agent),
-                memory=_remember(agent, rows, self.env.spec.trial_steps),
+                **for_trial(agent),
+                memory=remember(agent, rows, self.env.spec.trial_steps),
                 key=key,
                 fallback=stand_in,
             )
@@ -184,9 +163,9 @@ class Policy:
             trial = self._running("change")
             made = {}
             if risk is not None:
-                made = _for_trial(with_options(self.env, self.agent, risk=risk)[0])
+                made = for_trial(with_options(self.env, self.agent, risk=risk)[0])
             if budget is not None:
-                budgets = _budget_per_row(check_budget(budget), len(trial.budget), self.env.spec)
+                budgets = budget_per_row(check_budget(budget), len(trial.budget), self.env.spec)
                 self.warn_beyond(budgets=budgets)
                 trial.budget = usable_budget(jnp.asarray(budgets), self.env.spec)
             vars(trial).update(made)
@@ -208,8 +187,8 @@ class Policy:
         with self._alone():
             trial = self._running("act")
             token = self._token(trial, observation, reward, cost, terminated, truncated)
-            trial.memory, trial.key, chosen, said = _act((trial.ready, token, trial.key), trial.memory)
-            trial.token, trial.guard = token, _reported(trial.guard, said)
+            trial.memory, trial.key, chosen, said = take_step((trial.ready, token, trial.key), trial.memory)
+            trial.token, trial.guard = token, reported(trial.guard, said)
             trial.action = np.asarray(chosen)
             if trial.fallback is not None:
                 self._stop(trial, trial.fallback)
@@ -225,12 +204,12 @@ class Policy:
             return action
         return action[0] if self.env.spec.action.shape else int(action[0])
 
-    def _running(self, call: str) -> _Trial:
+    def _running(self, call: str) -> RunningTrial:
         if self._trial is None:
             raise UserError(f"{call} was called before start: begin with policy.start(budget=...)")
         return self._trial
 
-    def _stop(self, trial: _Trial, fallback: np.ndarray) -> None:
+    def _stop(self, trial: RunningTrial, fallback: np.ndarray) -> None:
         """Replace the actions of the rows that have nothing left to spend, and count them."""
         assert trial.token is not None
         assert trial.action is not None
@@ -265,7 +244,7 @@ class Policy:
                 "warned": trial.warned,
                 "has": [name for name in OPTIONAL if getattr(trial, name) is not None],
             }
-            return contexts.save(Path(path), _arrays(trial), meta=meta, policy=self._identity())
+            return contexts.save(Path(path), arrays_of(trial), meta=meta, policy=self._identity())
 
     def load_context(self, path: str | Path) -> None:
         """Go on with the trial that `save_context` wrote: the same actions as without the interruption.
@@ -275,7 +254,7 @@ class Policy:
         """
 
         def like(rows: int, has: list[str]) -> dict[str, Any]:
-            trial = eqx.filter_eval_shape(_blank, self.env, self.agent, rows)
+            trial = eqx.filter_eval_shape(blank, self.env, self.agent, rows)
             return {name: value for name, value in trial.items() if name not in OPTIONAL or name in has}
 
         arrays, meta = contexts.load(
@@ -285,11 +264,11 @@ class Policy:
         options = {"risk": risk} if risk is not None else {"guard": False} if guarded else {}
         agent, _ = with_options(self.env, self.agent, **options)
         with self._alone():
-            self._trial = _Trial(
+            self._trial = RunningTrial(
                 batched=meta["batched"],
-                **_for_trial(agent),
+                **for_trial(agent),
                 warned=meta["warned"],
-                **_restored(arrays),
+                **restored(arrays),
             )
 
     def _identity(self) -> str:
@@ -311,7 +290,7 @@ class Policy:
         trial = self._trial
         if trial is None or trial.guard is None or trial.batched:
             return None if trial is None else trial.guard
-        return _single(trial.guard)
+        return single(trial.guard)
 
     @property
     def stop(self) -> StopReport | None:
@@ -319,7 +298,7 @@ class Policy:
         trial = self._trial
         if trial is None or trial.stop is None or trial.batched:
             return None if trial is None else trial.stop
-        return _single(trial.stop)
+        return single(trial.stop)
 
     @property
     def context(self) -> int | None:
@@ -357,7 +336,7 @@ class Policy:
             warnings.warn(f"this policy was trained on {message}", BeyondTraining, stacklevel=3)
 
     def _token(
-        self, trial: _Trial, observation: Any, reward: Any, cost: Any, terminated: Any, truncated: Any
+        self, trial: RunningTrial, observation: Any, reward: Any, cost: Any, terminated: Any, truncated: Any
     ) -> Token:
         """What `act` was told as the next token of the trial, or an error that says what is wrong with it."""
         rows = len(trial.budget)
@@ -366,194 +345,18 @@ class Policy:
             for name, value in (("reward", reward), ("cost", cost)):
                 if value is not None and np.any(np.asarray(value)):
                     raise UserError(f"the first call after start has no last step: {name} must be left out")
-            return _first(self.env, jnp.asarray(seen), trial.budget)
-        reward = _numbers("reward", reward, trial.batched, rows)
-        cost = _numbers("cost", cost, trial.batched, rows, self.env.spec)
-        ended = _flags("terminated", terminated, trial.batched, rows) | _flags(
-            "truncated", truncated, trial.batched, rows
-        )
-        return _next(trial.token, seen, trial.action, reward, cost, ended, trial.budget)
+            return first_tokens(self.env, jnp.asarray(seen), trial.budget)
+        reward = number_per_row("reward", reward, trial.batched, rows)
+        cost = number_per_row("cost", cost, trial.batched, rows, self.env.spec)
+        terminated = flag_per_row("terminated", terminated, trial.batched, rows)
+        ended = terminated | flag_per_row("truncated", truncated, trial.batched, rows)
+        return next_tokens(trial.token, seen, trial.action, reward, cost, ended, trial.budget)
 
     def _observation(self, observation: Any, batched: bool, rows: int) -> np.ndarray:
         """The observation as [row, obs], or an error that says what an observation is."""
         space = self.env.spec.observation
         shape = (rows, *space.shape) if batched else space.shape
-        values = _array("observation", observation)
+        values = as_floats("observation", observation)
         if values.shape != shape:
             raise UserError(f"observation must have shape {shape}, got {values.shape}")
         return space.check_observation(check_sound("observation", values)).reshape(rows, *space.shape)
-
-
-ROUNDING = 1e-4  # of a sum of costs, in units
-OPTIONAL = ("token", "action", "fallback", "stop", "guard")  # fields of a trial that may be None
-ON_HOST = ("action", "fallback", "stop", "guard")  # those that are NumPy arrays
-REPORTS: dict[str, Any] = {"stop": StopReport, "guard": GuardReport}
-
-
-def _arrays(trial: _Trial) -> dict[str, Any]:
-    """The fields of a trial that hold its arrays, without those that are None."""
-    fields = {name: getattr(trial, name) for name in ("budget", "memory", "key", *OPTIONAL)}
-    present = {name: value for name, value in fields.items() if name not in OPTIONAL or value is not None}
-    return {
-        name: {part: _stored(numbers) for part, numbers in vars(value).items()} if name in REPORTS else value
-        for name, value in present.items()
-    }
-
-
-def _stored(numbers: np.ndarray) -> np.ndarray:
-    """In a type that JAX has without 64 bits."""
-    return numbers.astype(np.int32) if numbers.dtype.kind == "i" else numbers
-
-
-def _restored(arrays: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a trial from what `_arrays` gave of it."""
-    on_host = lambda value: jax.tree.map(np.array, value)  # noqa: E731
-    fields = {name: on_host(value) if name in ON_HOST else value for name, value in arrays.items()}
-    return fields | {name: REPORTS[name](**fields[name]) for name in REPORTS if name in fields}
-
-
-def _blank(env: Env, agent: Agent, rows: int) -> dict[str, Any]:
-    """What `_arrays` gives of a trial with everything in it; only its shapes are of interest."""
-    numbers, flags = jnp.zeros(rows, int), jnp.zeros(rows, bool)
-    action = env.spec.action.zeros((rows,))
-    budget = jnp.zeros((rows, *env.spec.cost_shape))
-    return {
-        "budget": budget,
-        "memory": _remember(agent, rows, env.spec.trial_steps),
-        "key": jax.random.key(0),
-        "token": _first(env, env.spec.observation.zeros((rows,)), budget),
-        "action": action,
-        "fallback": action[0],
-        "stop": {"stopped": flags, "steps": numbers, "fallbacks": numbers, "episodes": numbers},
-        "guard": {"risk": jnp.zeros(rows), "stepped_in": flags, "steps": numbers, "interventions": numbers},
-    }
-
-
-def _budget_per_row(budgets: np.ndarray, rows: int, spec: EnvSpec) -> np.ndarray:
-    """One budget for each row, [row]; with several costs [row, cost]."""
-    each = spec.cost_shape
-    if spec.several and (budgets.ndim not in (1, 2) or budgets.shape[-1:] != each):
-        words = f"{len(spec.costs)} numbers ({', '.join(spec.costs)}) or a list of such budgets"
-        raise UserError(f"budget must be {words}, got shape {budgets.shape}")
-    if budgets.ndim > 1 + len(each):
-        raise UserError(f"budget must be a number or a list of numbers, got shape {budgets.shape}")
-    if budgets.ndim == 1 + len(each) and len(budgets) != rows:
-        raise UserError(f"{len(budgets)} budgets were given for a batch of {rows}")
-    return np.broadcast_to(budgets, (rows, *each))
-
-
-Report = TypeVar("Report", GuardReport, StopReport)
-
-
-def _single(report: Report) -> Report:
-    """The report of the only row, in plain numbers."""
-    return type(report)(**{name: value[0].item() for name, value in vars(report).items()})
-
-
-def _array(name: str, value: Any) -> np.ndarray:
-    try:
-        array = np.asarray(value)
-        if array.dtype.kind not in "iufb":
-            raise ValueError
-        with np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused as such
-            return array.astype(np.float32)
-    except (TypeError, ValueError):
-        raise UserError(f"{name} must be made of numbers, got {value!r}") from None
-
-
-def _numbers(name: str, value: Any, batched: bool, rows: int, spec: EnvSpec | None = None) -> np.ndarray:
-    """A number per row, [row]; of several costs, which `spec` names, [row, cost]."""
-    if value is None:
-        raise UserError(f"act needs the last step's {name}: only the first call after start leaves it out")
-    array = _array(name, value)
-    each = () if spec is None else spec.cost_shape
-    if array.shape != ((rows, *each) if batched else each):
-        many = f"{len(spec.costs)} numbers ({', '.join(spec.costs)})" if spec is not None and each else "one number"
-        expected = f"{many} for each of {rows} rows" if batched else many
-        raise UserError(f"{name} must be {expected}, got shape {array.shape}")
-    return check_sound(name, array).reshape(rows, *each)
-
-
-def _flags(name: str, value: Any, batched: bool, rows: int) -> np.ndarray:
-    """A flag per row, [row] bool; a single one holds for all rows."""
-    try:
-        array = np.asarray(value)
-    except (TypeError, ValueError, OverflowError):  # a ragged list
-        array = np.array(None)
-    if array.dtype.kind not in "biu" or array.shape not in ((), (rows,) if batched else ()):
-        raise UserError(
-            f"{name} must be true or false" + (f", or {rows} of them" if batched else "") + f", got {value!r}"
-        )
-    return np.broadcast_to(array.astype(bool), (rows,))
-
-
-@eqx.filter_jit
-def _first(env: Env, observation: jax.Array, budget: jax.Array) -> Token:
-    return jax.vmap(first_token, (None, 0, 0))(env.spec, observation, budget)
-
-
-_next = jax.jit(next_token)
-
-
-@eqx.filter_jit
-def _remember(agent: Agent, rows: int, steps: int) -> PyTree:
-    """Memory for a whole trial. Jitted: no two of its arrays then share a buffer, so `_act` can donate them."""
-    return agent.extend(agent.init(None, rows), steps)
-
-
-class _Ready(NamedTuple):
-    """An agent taken apart once, at the start of a trial: `eqx.filter_jit` would do it at every step, for longer
-    than the step itself takes."""
-
-    arrays: list[jax.Array]
-    program: Callable[[list[jax.Array], Token, Key, PyTree], tuple]
-
-
-def _act(ready_token_key: tuple[_Ready, Token, Key], memory: PyTree) -> tuple[PyTree, Key, jax.Array, PyTree]:
-    """One step of the agent, whose memory (a KV cache) is updated in place; last, what its guard said, if any."""
-    ready, token, key = ready_token_key
-    return ready.program(ready.arrays, token, key, memory)
-
-
-@functools.lru_cache(maxsize=64)
-def _program(structure: Any, others: tuple, form: Any) -> Callable:
-    """The compiled step of all agents that differ in their arrays only."""
-
-    @functools.partial(jax.jit, donate_argnums=3)
-    def act(arrays: list[jax.Array], token: Token, key: Key, memory: PyTree) -> tuple:
-        agent = eqx.combine(jax.tree.unflatten(structure, arrays), jax.tree.unflatten(form, others))
-        next_key, key = jax.random.split(key)
-        memory, action, extras = agent.act(memory, token, key)
-        said = {
-            name: extras[name] for name in ("risk", "stepped_in") if isinstance(extras, dict) and name in extras
-        }
-        return memory, next_key, action, said
-
-    return act
-
-
-def _for_trial(agent: Agent) -> dict[str, Any]:
-    """The fields `agent` and `ready` of a trial.
-
-    The risk is an array, an argument of the compiled step and not a constant in it: another risk compiles nothing.
-    """
-    risk = getattr(agent, "risk", None)
-    if risk is not None:
-        agent = dataclasses.replace(agent, risk=jnp.float32(risk))  # type: ignore[type-var]
-    arrays, static = eqx.partition(agent, eqx.is_array)
-    (leaves, structure), (others, form) = jax.tree.flatten(arrays), jax.tree.flatten(static)
-    return {"agent": agent, "ready": _Ready(arrays=leaves, program=_program(structure, tuple(others), form))}
-
-
-def _reported(before: GuardReport | None, said: dict[str, jax.Array]) -> GuardReport | None:
-    """The report after one more action."""
-    if not said:
-        return None
-    risk, stepped_in = np.asarray(said["risk"]), np.asarray(said["stepped_in"])
-    steps, interventions = (0, 0) if before is None else (before.steps, before.interventions)
-    return GuardReport(
-        risk=risk,
-        stepped_in=stepped_in,
-        steps=steps + np.ones_like(stepped_in, int),
-        interventions=interventions + stepped_in.astype(int),
-    )

@@ -343,13 +343,14 @@ def calibration(found: Found) -> list[Shown]:
 
 
 @mpl.rc_context(STYLE)
-def beyond(found: Found) -> list[Shown]:
+def beyond(found: Found, *, table_only: tuple[str, ...] = ()) -> list[Shown]:
     """Return and share over budget by episode, past the K of training, and their means by blocks of K episodes."""
     played = {label: _played_on(files[0].value) for label, files in found.files.items()}
+    drawn = {label: own for label, own in played.items() if label not in table_only} or played
     figure = Figure(figsize=(8.4, 2.8))
     axes = figure.subplots(1, 2)
     for axis, name, title in zip(axes, ("returns", "over"), ("episode return", "share over budget"), strict=True):
-        for colour, (label, own) in zip((*PALETTE, "#999999", "#555555", "#000000"), played.items(), strict=False):
+        for colour, (label, own) in zip((*PALETTE, "#999999", "#555555", "#000000"), drawn.items(), strict=False):
             y = own.curves[name]
             axis.plot(np.arange(1, len(y) + 1), y, color=colour, linewidth=1, label=label)
             axis.axvline(own.known, color="#bb0000", linestyle=":", linewidth=0.8)
@@ -362,12 +363,12 @@ def beyond(found: Found) -> list[Shown]:
         [label, str(own.tasks), str(own.known), *(_blocks(own, name, form) for name, form in BLOCKS)]
         for label, own in played.items()
     ]
-    text = f"Return and share over budget past the episodes of training: {', '.join(played)}."
+    text = f"Return and share over budget past the episodes of training: {', '.join(drawn)}."
     header = ("", "tasks", "K", "return per episode, by blocks of K episodes", "cost", "over budget")
     return [Drawing(figure=figure, text=text), Grid(header=header, rows=rows)]
 
 
-BLOCKS = (("returns", ".3f"), ("costs", ".2f"), ("over", ".2%"))
+BLOCKS = (("returns", ".3g"), ("costs", ".2f"), ("over", ".2%"))
 
 
 class PlayedOn(NamedTuple):

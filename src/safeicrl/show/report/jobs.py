@@ -46,7 +46,7 @@ SIZES = {
         # programs take longer to compile than to run: small networks, no cache that grows, nothing optimised
         scared=("--algo.segments", "1", "--algo.net.layers", "1"),
         safe_ad=("--algo.net.layers", "1", "--algo.net.width", "16", "--algo.net.embedding", "16"),
-        compiler="--xla_backend_optimization_level=0",
+        compiler="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false",
     ),
     "laptop": Size(
         iterations=190, updates=200, meta=400, rows=128, tasks=200, steps=10_000, robot_iterations=10,
@@ -112,13 +112,14 @@ def _scared(size: Size, out: Path, *options: str) -> Step:
 def _room_jobs(size: Size, folder: Path) -> list[Job]:
     """SCARED in the room, its reference agents, its guard, its ablations, and Algorithm 1 as printed."""
     room, guard, paper = (folder / f"safe-dark-room{x}" for x in ("", "-guard", "-paper"))
-    ablated = folder / "scared-ablations"
-    every = (*WORLDS, "scared-ablations", "training", "guard", "hyperparameters")
+    ablated, best = folder / "scared-ablations", room / "training" / "best-seed0"
+    every = (*WORLDS, "scared-ablations", "training", "guard", "hyperparameters", "beyond")
     found = [
         Job(name="scared", panels=every, steps=(
             _scared(size, room / "training", "--seeds", "2"),
             _evaluate(room / "training", room / "three-seeds" / "policy", "SCARED", size.tasks),
-            _evaluate(room / "training" / "best-seed0", room / "policy", "penalty only", size.tasks),
+            _evaluate(best, room / "policy", "penalty only", size.tasks),
+            _evaluate(best, folder / "beyond" / room.name, "SCARED", size.tasks, "--episodes", "45"),
         )),
         Job(name="reference", panels=(*WORLDS, "guard"), steps=tuple(
             ("evaluate", "--agent", who, "--tasks", str(size.tasks), "--out", f"{room / who}", "--env-args", *ROOM)
@@ -142,7 +143,7 @@ def _room_jobs(size: Size, folder: Path) -> list[Job]:
     half = str(size.rows // 2), str(size.rows // 8)
     long = ("--algo.net.context", "360", "--algo.episodes", "30", "--algo.steps", "360")
     for name, options in (
-        ("base", ("--seeds", "2")),
+        ("base", ("--seeds", "2", "--seed", "2")),  # the program of "scared", which has seeds 0 and 1
         ("naive", ("--algo.penalty.dual", "naive")),
         ("context-short", ("--algo.net.context", "18")),
         ("context-long", (*long, "--algo.rows", half[0], "--algo.ppo.minibatch", half[1])),
@@ -150,8 +151,10 @@ def _room_jobs(size: Size, folder: Path) -> list[Job]:
         ("width-double", ("--algo.net.width", "64")),
     ):
         run = ablated / "training" / name
-        steps = (_scared(size, run, *options), _evaluate(run, ablated / name, name, size.tasks))
-        found.append(Job(name=name, panels=("scared-ablations",), steps=steps))
+        steps = [_scared(size, run, *options), _evaluate(run, ablated / name, name, size.tasks)]
+        if name.startswith("context"):
+            steps.append(_evaluate(run, ablated / f"long-{name}", name, size.tasks, "--episodes", "30"))
+        found.append(Job(name=name, panels=("scared-ablations",), steps=tuple(steps)))
     return found
 
 
@@ -227,8 +230,19 @@ def _robots(size: Size, folder: Path) -> list[Job]:
             "evaluate", "--agent", "random", "--env", world, "--env-args", "episodes=4", *args, "--tasks", tasks,
             "--out", str(folder / world / "random"),
         )  # fmt: skip
-        steps = (train, _evaluate(run, folder / world / "policy", "SCARED", size.robot_tasks), random)
-        found.append(Job(name=world, panels=(*WORLDS, "training"), steps=steps))
+        steps: list[Step] = [train, _evaluate(run, folder / world / "policy", "SCARED", size.robot_tasks), random]
+        panels: tuple[str, ...] = (*WORLDS, "training")
+        if world == "safe-velocity-half-cheetah":  # the room of this scale has no task lists
+            panels = (*panels, "hyperparameters")
+            steps += [
+                _evaluate(run, folder / world / out, "SCARED", size.robot_tasks, "--list", *options)
+                for out, *options in (
+                    ("wide", "wide"),
+                    ("validation/0.5", "validation", "--temperature", "0.5"),
+                    ("validation/1", "validation", "--temperature", "1"),
+                )
+            ]
+        found.append(Job(name=world, panels=panels, steps=tuple(steps)))
     return found
 
 

@@ -8,7 +8,7 @@ from safeicrl.evaluation.results import Results
 from safeicrl.log import read_metrics
 from safeicrl.show.report.content import File
 
-OF_ALL_STAGES = ("policy", "by-budget", "wiped")  # evaluations of a world's released policy
+OF_ALL_STAGES = ("policy", "by-budget", "wiped", "wide", "wide-wiped")  # evaluations of a world's released policy
 
 
 def trained_on(root: Path, files: list[File]) -> str:
@@ -19,7 +19,10 @@ def trained_on(root: Path, files: list[File]) -> str:
     training = (files[0].value.meta.get("card") or {}).get("training") or {}
     # Safe AD never plays: its steps are those of the windows it read, many of them several times.
     read = " read" if ((training.get("algo") or {}).get("name")) == "safe-ad" else ""
-    return f"{in_words(float(np.mean(counts)))}{read}"
+    # Ant's privileged agent was trained on, and its card has the steps of the second run.
+    own = files[0].path
+    again = " in its last run" if (root / own.parent / "training" / f"{own.stem}-continued").is_dir() else ""
+    return f"{in_words(float(np.mean(counts)))}{read}{again}"
 
 
 def in_words(steps: float) -> str:
