@@ -88,8 +88,8 @@ def _safe_ad(name: str) -> Experiment:
     if isinstance(env.spec.observation, Grid):
         algo = SafeADConfig(histories=histories, stride=100)
     else:
-        # The table's sizes; dropout and rate are those that helped most in the room. `stride` leaves 20 to 40
-        # episodes of a history in a strand, about as many as a trial has.
+        # The table's sizes; dropout and rate are those that helped most in the room. `stride` leaves about 20 to
+        # 40 episodes of a history in a strand, about as many as a trial has.
         net = DecisionConfig(
             embedding=512, width=256, context=200,
             attention_dropout=0.1, residual_dropout=0.1, embedding_dropout=0.1,

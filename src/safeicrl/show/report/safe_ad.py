@@ -10,14 +10,14 @@ from safeicrl.show.report.content import File, Found, Grid, Need, Shown
 FOLDER = "safe-ad"  # of all its results
 MANY_ROOMS = "--tasks 405 --steps 3300 --group 405 --learner.learning-rate 3e-3 --learner.epochs 4"
 MANY_ARENAS = "--tasks 256 --steps 96000 --group 256 --learner.learning-rate 1e-3"
-MANY_RUNNERS = "--tasks 20 --steps 320000 --group 20 --learner.learning-rate 1e-3"
+RUNNERS = "--tasks 20 --group 10 --learner.learning-rate 1e-3"
 # world → (environment, what PPO-Lagrangian learns)
 DATA = {
     "dark-room": ("safe-dark-room", MANY_ROOMS),
     "point": ("safe-dark-point", MANY_ARENAS),
     "car": ("safe-dark-car", f"--env-args engine=planar {MANY_ARENAS}"),
-    "half-cheetah": ("safe-velocity-half-cheetah", MANY_RUNNERS),
-    "ant": ("safe-velocity-ant", f"--env-args engine=euler {MANY_RUNNERS}"),
+    "half-cheetah": ("safe-velocity-half-cheetah", f"{RUNNERS} --steps 320000"),
+    "ant": ("safe-velocity-ant", f"--env-args engine=euler {RUNNERS} --steps 200000"),
 }
 # Car and Ant learn in approximate physics and are evaluated in their own, by every method.
 ENGINE = {"car": " --env.engine planar", "ant": " --env.engine euler"}
