@@ -237,9 +237,6 @@ def test_every_stored_file_that_a_panel_names_is_found():
         "Safe AD",
         "SafeMeta",
         "MAML",
-        "short context",
-        "long context",
-        "default",
         "wiped",
         "safe-",  # temperatures
         "guard switched off",

@@ -291,7 +291,8 @@ def ppo_loss_by_hand(settings, charge, trials, multiplier, scale, entropy_weight
     actor = -np.minimum(ratio * combined, clipped * combined)[mask].mean()
     critics = [((a / unit)[mask] ** 2).mean() for a, unit in zip(advantages, scale, strict=True)]
     total = actor + settings.value_weight * sum(critics) - entropy_weight * entropy[mask].mean()
-    return total, actor, critics, (np.abs(ratio - 1) > settings.clip)[mask].mean()
+    q = [(value * unit + a)[mask].mean() for a, value, unit in zip(advantages, values, scale, strict=True)]
+    return total, actor, critics, (np.abs(ratio - 1) > settings.clip)[mask].mean(), q
 
 
 @pytest.mark.parametrize("charge", CHARGES)
@@ -313,7 +314,7 @@ def test_the_ppo_loss_by_hand(rows, charge):
 
     loss, metrics, *seen = outputs(net, tasks(0))
     log_prob, entropy, values = jax.tree.map(lambda x: np.asarray(x, np.float64), seen)
-    total, actor, critics, clipped = ppo_loss_by_hand(
+    total, actor, critics, clipped, q = ppo_loss_by_hand(
         settings, charge, rows, multiplier, scale, weight, log_prob, entropy, values
     )
     assert loss == pytest.approx(total, rel=1e-4)
@@ -321,6 +322,7 @@ def test_the_ppo_loss_by_hand(rows, charge):
     assert metrics["reward_critic_loss"] == pytest.approx(critics[0], rel=1e-4)
     assert metrics["cost_critic_loss"] == pytest.approx(critics[1], rel=1e-4)
     assert metrics["clipped"] == pytest.approx(clipped)
+    assert [metrics["q"], metrics["q_cost"]] == pytest.approx(q, rel=1e-3)
     assert 0.1 < clipped < 1
 
     # the hidden tasks reach the critics and nothing that acts

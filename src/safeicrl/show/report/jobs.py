@@ -32,25 +32,34 @@ class Size:
     meta: int  # meta-iterations
     rows: int  # of trials in an iteration
     tasks: int  # in an evaluation
+    rooms: int  # that PPO-Lagrangian learns
     steps: int  # of a learning history
+    batch: int  # windows in an update of Safe AD
+    stride: int  # of its subsampling
+    meta_tasks: int  # in a meta-iteration
     robot_iterations: int
     robot_tasks: int
     scared: tuple[str, ...]  # further options of SCARED in the room ...
-    safe_ad: tuple[str, ...]  # ... and of Safe AD
+    safe_ad: tuple[str, ...]  # ... of Safe AD ...
+    learner: tuple[str, ...]  # ... and of PPO-Lagrangian
     compiler: str  # XLA_FLAGS of the commands, unless the user has set them
 
 
 SIZES = {
     "smoke": Size(
-        iterations=4, updates=3, meta=4, rows=16, tasks=16, steps=600, robot_iterations=1, robot_tasks=2,
+        iterations=4, updates=3, meta=4, rows=16, tasks=16, rooms=12, steps=600, batch=16, stride=5,
+        meta_tasks=4, robot_iterations=1, robot_tasks=2,
         # programs take longer to compile than to run: small networks, no cache that grows, nothing optimised
         scared=("--algo.segments", "1", "--algo.net.layers", "1"),
         safe_ad=("--algo.net.layers", "1", "--algo.net.width", "16", "--algo.net.embedding", "16"),
-        compiler="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false",
+        learner=(), compiler="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false",
     ),
+    # The 5×5 room's methods as their presets train them. The robots stay as small as in a smoke run, but for their
+    # iterations: short trials and a tiny network show a pipeline, not a method.
     "laptop": Size(
-        iterations=190, updates=200, meta=400, rows=128, tasks=200, steps=10_000, robot_iterations=10,
-        robot_tasks=8, scared=(), safe_ad=(), compiler="",
+        iterations=190, updates=200, meta=400, rows=128, tasks=200, rooms=100, steps=10_000, batch=64, stride=100,
+        meta_tasks=12, robot_iterations=10, robot_tasks=8, scared=(), safe_ad=(), compiler="",
+        learner=("--learner.learning-rate", "3e-3", "--learner.epochs", "4"),
     ),
 }  # fmt: skip
 
@@ -164,18 +173,19 @@ def _safe_ad_jobs(size: Size, folder: Path) -> list[Job]:
 
     def collect(name: str, *options: str) -> Step:
         histories = str(folder / "histories" / name)
-        tasks = ("--tasks", "12", "--steps", str(size.steps))
+        tasks = ("--tasks", str(size.rooms), "--steps", str(size.steps))
         return ("collect", "--env-args", *ROOM, *tasks, "--out", histories, *options)
 
     def train(out: Path, histories: str, *options: str) -> Step:
         words = ("--algo.histories", str(folder / "histories" / histories), "--algo.iterations", str(size.updates))
-        sizes = ("--algo.updates", "10", "--algo.batch", "16", "--algo.warmup", "10", "--algo.stride", "5")
+        windows = ("--algo.batch", str(size.batch), "--algo.stride", str(size.stride))
+        sizes = ("--algo.updates", "10", "--algo.warmup", "10", *windows)
         judged = ("--evaluation.tasks", str(size.tasks), "--evaluation.rows", str(size.tasks))
         settings = (*words, *sizes, *judged, *size.safe_ad, *options)
         return ("train", "--preset", "darkroom-safe-ad-small", "--out", str(out), *settings)
 
     steps = [
-        collect("ppo-lag", "--limits", "0", "2", "--group", "24"),
+        collect("ppo-lag", "--limits", "0", "2", "--group", "24", *size.learner),
         train(own / "training" / "dark-room", "ppo-lag"),
         _evaluate(own / "training" / "dark-room", own / "dark-room", "Safe AD", size.tasks),
         _evaluate(own / "training" / "dark-room", own / "ablations" / "base", "Safe AD, base", size.tasks),
@@ -201,7 +211,7 @@ def _meta_jobs(size: Size, folder: Path) -> list[Job]:
     found = []
     for name, label in (("safe-meta", "SafeMeta"), ("maml", "MAML with penalty")):
         run = folder / name / "training" / "dark-room"
-        words = ("--algo.iterations", str(size.meta), "--algo.tasks", "4", "--chunk", "2")
+        words = ("--algo.iterations", str(size.meta), "--algo.tasks", str(size.meta_tasks), "--chunk", "2")
         judged = ("--evaluation.tasks", str(size.tasks), "--evaluation.rows", str(size.tasks))
         train = ("train", "--preset", f"darkroom-{name}-small", "--out", str(run), *words, *judged)
         evaluate = _evaluate(run, folder / name / "dark-room", label, size.tasks)

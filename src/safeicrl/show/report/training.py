@@ -57,6 +57,11 @@ STEPS = (
         files=("lab/dark-room/off-policy-larger-lambda-log.jsonl",),
         command="safeicrl train --preset darkroom --algo.optimiser ddpg --out runs/ddpg",
     ),
+    Need(
+        label="Algorithm 1 as printed",
+        files=("safe-dark-room-paper/training/metrics.jsonl",),
+        command="safeicrl train --preset darkroom-paper --out results/safe-dark-room-paper/training",
+    ),
 )
 ROBOTS = tuple(_run(policy, preset) for policy, preset in list(POLICIES.items())[2:])
 MARKS = (1e6, 4e6, 16e6, 64e6, 240e6)  # environment steps
