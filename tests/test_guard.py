@@ -26,7 +26,9 @@ from safeicrl.evaluation.statistics import safety
 from safeicrl.nets.guard import Guard, tolerated
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
+from safeicrl.optimisers.guard_fit import GuardFitConfig
 from safeicrl.optimisers.ppo import PPOConfig
+from safeicrl.policies.add_guard import add_guard
 from safeicrl.policies.cards import save_policy
 from safeicrl.policies.contenders import released
 from safeicrl.policies.policy import load_policy
@@ -256,7 +258,7 @@ def test_bold_rows_play_on_with_the_first_risk_and_lambda_does_not_count_them():
 
 
 def test_costs_without_a_bound_have_no_guard():
-    with pytest.raises(UserError, match="largest cost of one step, must be finite, got inf"):
+    with pytest.raises(UserError, match="largest cost of one step, must be finite and above 0, got inf"):
         PolicyNet(NetConfig(width=8, heads=1, layers=1, guard=1), Push().spec, jax.random.key(0))
 
 
@@ -394,9 +396,22 @@ def test_wrong_options_of_a_guard(guarded, options, message):
         load_policy(guarded).start(budget=1, **options)
 
 
+def test_a_guard_that_is_off_stays_off(guarded):
+    policy = load_policy(guarded)
+    policy.start(budget=1, guard=False)
+    with pytest.raises(UserError, match=r"the guard is off in this trial: leave out risk 0\.1"):
+        policy.change(risk=0.1)
+    with pytest.raises(UserError, match="guard=True, but the guard of this policy is off"):
+        load_policy(guarded, guard=False).start(budget=1, guard=True)
+    with pytest.raises(UserError, match="has a guard, with which it was trained"):
+        add_guard(guarded, guarded.with_name("other"), GuardFitConfig())
+
+
 def test_a_policy_without_a_guard_has_no_risk():
     policy = load_policy("safe-dark-room")
-    with pytest.raises(UserError, match=r"this InContextAgent has no guard: leave out risk 0\.1"):
+    with pytest.raises(UserError, match="the guard of this policy does not exist"):
+        policy.start(budget=1, guard=True)
+    with pytest.raises(UserError, match=r"this policy has no guard: leave out risk 0\.1"):
         policy.start(budget=1, risk=0.1)
     with pytest.raises(UserError, match="has no guard: leave out switching it off"):
         load_policy("safe-dark-room", guard=False)
@@ -427,6 +442,7 @@ def test_a_guard_is_fitted_to_a_policy_that_has_none(tmp_path, capsys):
     net = random_weights(functools.partial(PolicyNet, config, ROOM.spec))
     card = {
         "kind": "net", "net": dataclasses.asdict(config), "env": env_to_plain(ROOM), "evaluation": {"of": "old"},
+        "temperature": 0.9,
     }  # fmt: skip
     save_policy(tmp_path / "bare.safetensors", InContextAgent(net), card)
     bare, out = str(tmp_path / "bare"), str(tmp_path / "guarded")
@@ -438,6 +454,9 @@ def test_a_guard_is_fitted_to_a_policy_that_has_none(tmp_path, capsys):
     policy = load_policy(out)
     assert (policy.card["guard"], policy.card["guard_fit"]["rounds"]) == ("risk 0.1", 10)
     assert "evaluation" not in policy.card
+    # what it plays for the fit is what it plays in use, and its results are told apart
+    assert policy.card["guard_fit"]["temperature"] == policy.card["temperature"] == 0.9
+    assert policy.card["name"] == "bare with a fitted guard"
     ours, theirs = (jax.tree.leaves(eqx.filter((n.trunk, n.actor), eqx.is_array)) for n in (net, policy.agent.net))
     assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert main(["fit-guard", bare, "--out", out]) == 2

@@ -133,7 +133,9 @@ def test_the_multiplier_is_projected_capped_and_moves_by_bounded_steps():
     assert move([0.0, 0.0, 5.0], step=1.0, bound=100.0, cap=1.0) == [1.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize("change", [{"signal": "max_of_means"}, {"signal": "mean_of_max"}, {"dual": "naive"}])
+@pytest.mark.parametrize(
+    "change", [{"signal": "hinge"}, {"signal": "max_of_means"}, {"signal": "mean_of_max"}, {"dual": "naive"}]
+)
 def test_no_finished_episode_no_signal(change):
     start = np.ones(3, np.float32) if "dual" in change else np.float32(1.0)
     found = update_multiplier(start, NOBODY, EDGES, PenaltyConfig(**change))

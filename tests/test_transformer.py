@@ -244,6 +244,25 @@ def test_kernels_for_small_heads_equal_plain_attention():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, plain)
 
 
+def test_which_attention_a_gpu_uses(monkeypatch):
+    """Our kernels for small heads on one device, cuDNN for large ones and on several."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(small_heads, "attend", lambda *args: "small")
+    monkeypatch.setattr(attention, "_attend_fused", lambda *args: "fused")
+    monkeypatch.setattr(attention, "_attend_blocks", lambda *args: "blocks")
+    heads = {dim: jnp.zeros((2, 4, 1, dim), jnp.bfloat16) for dim in (8, 16, 24)}
+    used = lambda x: attention.attend(x, x, x, None, 4)  # noqa: E731
+    assert [used(x) for x in heads.values()] == ["small", "small", "fused"]
+    assert used(heads[8].astype(jnp.float32)) == "blocks"
+    monkeypatch.setattr(attention, "divided", lambda: True)
+    assert used(heads[8]) == "fused"
+
+
+def test_blocks_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="backward must divide forward, got 32 and 16"):
+        small_heads.Blocks(forward=16, backward=32)
+
+
 def test_kernels_for_small_heads_can_be_compiled_for_a_gpu(monkeypatch):
     """As far as that is possible without one: Triton knows every operation."""
     real = small_heads.pl.pallas_call

@@ -44,9 +44,9 @@ Edges = jax.Array | np.ndarray  # [bin + 1], with several costs [cost, bin + 1];
 class PenaltyConfig:
     """How the constraint is enforced."""
 
-    form: Literal["excess", "paper"] = "excess"  # what the actor pays for: `excess_cost`, or `over_budget`; exact
+    form: Literal["excess", "paper"] = "excess"  # what the actor pays for, with dual exact: see `charge`
     dual: Literal["exact", "naive"] = "exact"  # one multiplier (the paper), or one per episode (its ablation)
-    signal: Signal = "hinge"  # what moves the one multiplier, see `update_multiplier`
+    signal: Signal = "hinge"  # what moves the one multiplier, see `update_multiplier`; with dual exact
     source: Literal["rollout", "replay"] = "rollout"  # whose costs move it: just played, or also in replay
     step: float = 0.02  # η
     final_step: float | None = None  # η at the end of the run, towards which it moves linearly; None: constant
@@ -168,14 +168,15 @@ def update_multiplier(
     reward no longer counts. A λ that stays at `cap` while violations are left is outside Theorem 1: that is no
     fixed point of Eq. 6, and the policy is neither feasible nor known to be optimal.
 
-    η may grow with `progress`, the share of the run that is over. With a large λ from the start, an agent stands
+    η may change with `progress`, the share of the run that is over. With a large λ from the start, an agent stands
     still before it has learned to explore within a small budget, and then never learns it.
     """
     if config.dual == "naive":
         # Eq. 5: g_k of each episode drives its own λ_k. An episode that nobody played gives no signal.
         signal = jnp.where(episodes.played.any(0), worst_by_episode(episodes, edges), 0.0)
     elif config.signal == "hinge":
-        signal = hinge_by_bin(episodes, edges).max() - config.tolerance
+        # No finished episode, no signal: not even the tolerance moves λ.
+        signal = jnp.where(episodes.played.any(), hinge_by_bin(episodes, edges).max() - config.tolerance, 0.0)
     elif config.signal == "max_of_means":
         signal = max_of_means(episodes, edges)
     else:
@@ -206,7 +207,8 @@ def worst_by_episode(episodes: Episodes, edges: Edges) -> jax.Array:
 def mean_of_max(episodes: Episodes) -> jax.Array:
     """The mean over trials of max_k C_k − δ: Algorithm 1, line "dλ ← dλ + (C_e^max − δ)".
 
-    It is never below Eq. 6's maximum of means. Reading: C^max is initialised once per trajectory. As printed, it is
+    At one budget it is never below Eq. 6's maximum of means. Where budgets are mixed, slack at large ones hides
+    violations at small ones. Reading: C^max is initialised once per trajectory. As printed, it is
     set to −∞ inside the episode loop, which would make it the last episode's cost.
     """
     worst = jnp.where(episodes.played, episodes.worst_excess, -jnp.inf).max(-1)

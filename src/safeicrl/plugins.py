@@ -47,6 +47,11 @@ def import_module(name: str) -> None:
     imported.append(name)
 
 
+def import_options() -> str:
+    """The --import options of this command, to print with a command that needs them again."""
+    return "".join(f" --import {name}" for name in dict.fromkeys(imported))
+
+
 def _import_file(path: Path) -> None:
     if not path.is_file():
         raise FileNotFoundError("there is no such file")

@@ -521,7 +521,7 @@ def judge(
     needed = (*required, "fault") if required is METRICS else required
     missing = [name for name in needed if name not in metrics]
     if missing:
-        raise TypeError(f"{type(algorithm).__name__}.update reports no {missing[0]!r}")
+        raise UserError(f"{type(algorithm).__name__}.update must report the metric {missing[0]!r}")
     checked = [x for name, x in metrics.items() if name in required or "loss" in name or "grad" in name]
     floats = [x for x in jax.tree.leaves((new, checked)) if eqx.is_inexact_array(x)]
     finite = jnp.stack([jnp.isfinite(x).all() for x in floats]).all()

@@ -107,7 +107,7 @@ def _with_guard(agent: Agent, risk: float | None, guard: bool) -> tuple[Agent, d
     if not has_guard(agent):
         if risk is not None or not guard:
             asked = f"risk {risk}" if risk is not None else "switching it off"
-            raise UserError(f"this {type(agent).__name__} has no guard: leave out {asked}")
+            raise UserError(f"this policy has no guard: leave out {asked} (`safeicrl fit-guard` adds one)")
         return agent, {}
     if not guard and risk is not None:
         raise UserError(f"a guard that is off has no risk: leave out risk {risk}")

@@ -10,6 +10,7 @@ import tyro
 
 from safeicrl.cli.options import parse
 from safeicrl.errors import UserError
+from safeicrl.plugins import import_options
 
 # -- export -----------------------------------------------------------------------------------------------
 
@@ -130,4 +131,4 @@ def fit_guard(args: list[str]) -> None:
 
     path = add_guard(asked.policy, asked.out, asked.what, overwrite=asked.overwrite, report=say)
     print(f"wrote {path} and {path.with_suffix('.json')}, risk {asked.what.risk:g}")
-    print(f"evaluate it:  safeicrl evaluate {path}")
+    print(f"evaluate it:  safeicrl evaluate {path}{import_options()}")

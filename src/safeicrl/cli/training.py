@@ -14,6 +14,7 @@ from safeicrl.cli.options import option, parse, parse_known
 from safeicrl.errors import UserError, unknown_name
 from safeicrl.machine import hosts
 from safeicrl.machine.signals import StopRequest
+from safeicrl.plugins import import_options
 
 # -- train ------------------------------------------------------------------------------------------------
 
@@ -34,10 +35,10 @@ def train(args: list[str]) -> int:
     if not hosts.is_first():
         return stop.exit_status
     if ran.policies:
-        print(f"evaluate it:  safeicrl evaluate {out}")
+        print(f"evaluate it:  safeicrl evaluate {out}{import_options()}")
     else:
         writer = "the first evaluation" if len(recipe.stages) == 1 else "the end of the last stage"
-        print(f"no policy yet, {writer} writes one; go on:  safeicrl train --resume {out}")
+        print(f"no policy yet, {writer} writes one; go on:  safeicrl train --resume {out}{import_options()}")
     if ran.iterations:
         print(f"its curves:   safeicrl plot {out}")
     return stop.exit_status

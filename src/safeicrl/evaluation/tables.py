@@ -133,8 +133,8 @@ def safety_table(groups: Mapping[str, Sequence[Results]]) -> Table:
     number = lambda value: f"{value:.3g}" if np.isfinite(value) else "–"  # noqa: E731
     rows: dict[str, Callable[[Safety], str]] = {
         "episodes over budget": lambda s: share(s.over_budget),
-        "first episodes over": lambda s: share(s.by_episode[0]),
-        "last episodes over": lambda s: share(s.by_episode[-1]),
+        "first episode over": lambda s: share(s.by_episode[0]),
+        "last episode over": lambda s: share(s.by_episode[-1]),
         "trials ever over": lambda s: share(s.trials_over),
         "first break, median episode": lambda s: number(s.first_break),
         "cost beyond it, mean": lambda s: number(s.excess_mean),
@@ -146,7 +146,7 @@ def safety_table(groups: Mapping[str, Sequence[Results]]) -> Table:
     for name, form in rows.items():
         table.add_row(name, *(form(each) for each in found.values()))
     for index, (low, high) in enumerate(safety_deciles(found.values())):
-        largest = (f"{each.largest[index]:.2f}" for each in found.values())
+        largest = (number(each.largest[index]) for each in found.values())
         table.add_row(f"largest cost, δ {low:g}–{high:g}", *largest)
     bins = [each.by_budget.keys() for each in found.values()]
     for name in bins[0] if all(names == bins[0] for names in bins) else ():

@@ -60,14 +60,14 @@ class Guard(eqx.Module):
 
     def __init__(self, spec: EnvSpec, *, width: int, choices: int, depth: int, key: Key, clock: bool = False):
         refuse_several(spec, "a guard (net.guard)")
-        if not np.isfinite(spec.max_cost):
+        if not 0 < spec.max_cost < np.inf:
             raise UserError(
                 "a guard needs costs with a bound: the environment's spec.max_cost, the largest cost of one step, "
-                f"must be finite, got {spec.max_cost}"
+                f"must be finite and above 0, got {spec.max_cost}"
             )
         self.choices, self.depth, self.limit = choices, depth, spec.max_steps if clock else None
         most, unit = depth * spec.max_cost, spec.cost_unit or spec.max_cost / PARTS
-        self.unit = unit * max(math.ceil(most / unit / THRESHOLDS), 1)
+        self.unit = unit * max(math.ceil(most / unit / THRESHOLDS - NEAR), 1)
         self.thresholds = math.ceil(most / self.unit - NEAR)
         inputs = width if choices else width + spec.action.size  # type: ignore[union-attr]
         self.head = MLP(inputs, 2 * width, depth * self.thresholds * max(choices, 1), key, scale=0.1)

@@ -32,6 +32,10 @@ class Blocks:
     backward: int = 64  # the same of the gradients' kernels; divides `forward`
     warps: int = 4
 
+    def __post_init__(self) -> None:
+        if self.forward % self.backward:
+            raise ValueError(f"backward must divide forward, got {self.backward} and {self.forward}")
+
 
 DEFAULT = Blocks()
 
@@ -71,7 +75,7 @@ def _attend_forward(
         _output_kernel,
         (rows, heads, steps // blocks.forward),
         blocks,
-        in_specs=[block["vectors"], whole["vectors"], whole["vectors"], block["first"]],
+        in_specs=[block["vectors"], whole["vectors"], whole["vectors"], block["positions"]],
         out_specs=[block["vectors"], block["numbers"]],
         out_shape=[_like(q), jax.ShapeDtypeStruct((rows, heads, steps), jnp.float32)],
     )(q, k, v, first)
@@ -89,7 +93,7 @@ def _attend_backward(blocks: Blocks, saved: Any, d_out: jax.Array) -> tuple[jax.
         _query_kernel,
         grid,
         blocks,
-        in_specs=[block["vectors"], whole["vectors"], whole["vectors"], block["first"], *mine],
+        in_specs=[block["vectors"], whole["vectors"], whole["vectors"], block["positions"], *mine],
         out_specs=[block["vectors"]],
         out_shape=[_like(q)],
     )(q, k, v, first, d_out, normaliser, common)
@@ -100,7 +104,7 @@ def _attend_backward(blocks: Blocks, saved: Any, d_out: jax.Array) -> tuple[jax.
         _key_kernel,
         grid,
         blocks,
-        in_specs=[whole["vectors"], block["vectors"], block["vectors"], block["first"], *theirs],
+        in_specs=[whole["vectors"], block["vectors"], block["vectors"], block["positions"], *theirs],
         out_specs=[block["vectors"], block["vectors"]],
         out_shape=[_like(k), _like(v)],
     )(q, k, v, last, d_out, normaliser, common)
@@ -118,6 +122,7 @@ def _output_kernel(q_ref: Any, k_ref: Any, v_ref: Any, first_ref: Any, out_ref: 
         out, largest, total = carry
         keys = pl.ds(index * len(q), len(q))
         scores = _scores(q, k_ref[keys, :], first, at, index * len(q))
+        # Of a block with nothing to see all weights are 1; the next block that has something shrinks them to 0.
         new = jnp.maximum(largest, scores.max(1))
         weights, shrink = jnp.exp2(scores - new[:, None]), jnp.exp2(largest - new)
         out = out * shrink[:, None] + plgpu.dot(weights.astype(q.dtype), v_ref[keys, :])
@@ -152,6 +157,7 @@ def _query_kernel(
 
     begin = jnp.zeros(q.shape, jnp.float32)
     d_q = jax.lax.fori_loop(first.min() // len(q), pl.program_id(2) + 1, add, begin)
+    # q came scaled by log₂e, so that its scores are in base 2
     d_q_ref[...] = (d_q / LOG2E).astype(d_q_ref.dtype)
 
 
@@ -183,7 +189,6 @@ def _key_kernel(
 
     zeros = jnp.zeros(k.shape, jnp.float32)
     d_k, d_v = jax.lax.fori_loop(pl.program_id(2), last.max() // len(k) + 1, add, (zeros, zeros))
-    # q comes scaled by log₂e, so that its scores are in base 2
     d_k_ref[...], d_v_ref[...] = (d_k / LOG2E).astype(d_k_ref.dtype), d_v.astype(d_v_ref.dtype)
 
 
@@ -204,7 +209,7 @@ def _specs(steps: int, dim: int, block: int) -> tuple[dict[str, pl.BlockSpec], d
     mine = {
         "vectors": pl.BlockSpec((None, block, None, dim), lambda row, head, i: (row, i, head, 0)),
         "numbers": pl.BlockSpec((None, None, block), lambda row, head, i: (row, head, i)),
-        "first": pl.BlockSpec((None, block), lambda row, head, i: (row, i)),
+        "positions": pl.BlockSpec((None, block), lambda row, head, i: (row, i)),
     }
     whole = {
         "vectors": pl.BlockSpec((None, steps, None, dim), lambda row, head, i: (row, 0, head, 0)),

@@ -17,7 +17,7 @@ import optax
 
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.envs.api import Env, Key, PyTree
-from safeicrl.errors import UserError, check_integer, check_number, check_risk
+from safeicrl.errors import MOST_ROWS, WIDEST, UserError, check_integer, check_number, check_risk, check_seed
 from safeicrl.nets.guard import Guard
 from safeicrl.nets.heads import PolicyNet, TanhNormal, transplanted
 from safeicrl.trial import run_trials, sample_queue
@@ -40,8 +40,10 @@ class GuardFitConfig:
     seed: int = 0  # of the tasks, the actions and the guard
 
     def __post_init__(self) -> None:
-        for name in ("depth", "rounds", "rows", "updates"):
-            check_integer(name, getattr(self, name), 1)
+        for name in ("depth", "rounds", "updates"):
+            check_integer(name, getattr(self, name), 1, WIDEST)
+        check_integer("rows", self.rows, 1, MOST_ROWS)
+        check_seed(self.seed)
         check_risk(self.risk)
         check_number("learning_rate", self.learning_rate, 0.0, strict=True)
 

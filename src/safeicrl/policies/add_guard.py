@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+from safeicrl.agents.api import with_options
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.errors import UserError
 from safeicrl.files import check_output
@@ -13,6 +14,7 @@ from safeicrl.policies.catalogue import find_policy, load_agent
 from safeicrl.policies.export import target_file
 from safeicrl.provenance import surroundings
 
+FITTED = " with a fitted guard"  # added to the policy's name: its results are not those of the policy alone
 LIMIT = "its guard was fitted afterwards: the policy has not learned to act with it"
 
 
@@ -34,14 +36,19 @@ def add_guard(
     card = read_card(source)
     if card["kind"] != "net":
         raise UserError(f"a guard is for policies of kind 'net', {name_or_path} is of kind {card['kind']!r}")
+    if card["net"].get("guard") and "guard_fit" not in card:
+        raise UserError(f"{name_or_path} has a guard, with which it was trained")
     env, agent = load_agent(source, card)
+    agent, _ = with_options(env, agent, temperature=card.get("temperature"))
     assert isinstance(agent, InContextAgent)
     fitted = fit_guard(env, agent, config, report)
     kept = {key: value for key, value in card.items() if key != "evaluation"}
     net = {**card["net"], "guard": config.depth, "guard_clock": config.clock}
     where = surroundings()
-    about = {**dataclasses.asdict(config), **{key: where[key] for key in ("command", "date", "safeicrl")}}
+    made = {key: where[key] for key in ("command", "date", "safeicrl")}
+    about = {**dataclasses.asdict(config), "temperature": agent.temperature, **made}
     limits = [limit for limit in card.get("limits", []) if limit != LIMIT]
-    new = {**kept, "net": net, "risk": config.risk, "guard_fit": about, "limits": [*limits, LIMIT]}
+    name = f"{str(card.get('name') or source.stem).removesuffix(FITTED)}{FITTED}"
+    new = {**kept, "name": name, "net": net, "risk": config.risk, "guard_fit": about, "limits": [*limits, LIMIT]}
     save_policy(target, dataclasses.replace(fitted, risk=None), new)
     return target

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from safeicrl.agents.api import Agent, with_options
+from safeicrl.agents.api import Agent, has_guard, with_options
 from safeicrl.envs.api import Env
 from safeicrl.errors import (
     MOST_ROWS,
@@ -111,7 +111,7 @@ class Policy:
         batch: int | None = None,
         seed: int = 0,
         risk: float | None = None,
-        guard: bool = True,
+        guard: bool | None = None,
         fallback: Any = None,
     ) -> None:
         """Begin a trial on a new task (or on `batch` of them): forget everything, take the cost budget(s).
@@ -121,14 +121,18 @@ class Policy:
         a budget is one number for each of them, as in `budget=(3, 5)`, and a batch is a list of such budgets.
 
         With a guard, `risk` is the chance of breaking the budget that is tolerable at a step; left out, it is the
-        one the policy was loaded with. `guard=False` switches the guard off for this trial.
+        one the policy was loaded with. `guard=False` switches the guard off for this trial. `guard=True`
+        is an error where it is missing or off.
 
         `fallback` is a hard stop: this action is taken in place of the policy's own whenever nothing is left of an
         episode's budget. It needs no learning and works for any policy; `policy.stop` counts it.
 
         The same seed, budgets and calls give the same actions on the same machine.
         """
-        agent, _ = with_options(self.env, self.agent, risk=risk, guard=guard)
+        agent, _ = with_options(self.env, self.agent, risk=risk, guard=guard is not False)
+        if guard and getattr(agent, "risk", None) is None:
+            found = "is off: load the policy with it, or give a risk" if has_guard(agent) else "does not exist"
+            raise UserError(f"guard=True, but the guard of this policy {found}")
         budgets = check_budget(budget)
         batched = batch is not None or budgets.ndim > len(self.env.spec.cost_shape)
         count = len(budgets) if batched and batch is None else 1
@@ -162,6 +166,8 @@ class Policy:
         with self._alone():
             trial = self._running("change")
             made = {}
+            if risk is not None and has_guard(self.agent) and trial.agent.risk is None:  # type: ignore[attr-defined]
+                raise UserError(f"the guard is off in this trial: leave out risk {risk}")
             if risk is not None:
                 made = for_trial(with_options(self.env, self.agent, risk=risk)[0])
             if budget is not None:

@@ -434,7 +434,7 @@ PRESETS: dict[str, Preset] = {
     "darkroom": Preset(summary="SCARED in the paper's room: one GPU, 9 min", make=_darkroom),
     "darkroom-guard": Preset(summary="with a guard, for safe exploring: one GPU, 9 min", make=_darkroom_guard),
     "darkroom-paper": Preset(
-        summary="closest to Algorithm 1, a million steps: one GPU, 15 min at most", make=_darkroom_paper
+        summary="Algorithm 1 as printed, 1M steps: one GPU, 10 min", make=_darkroom_paper
     ),
     "darkroom-small": Preset(summary="SCARED in a 5×5 room: two CPU cores, 8 min", make=_darkroom_small),
     "darkroom-safe-ad-tuned": Preset(
