@@ -237,7 +237,6 @@ def test_every_stored_file_that_a_panel_names_is_found():
         "Safe AD",
         "SafeMeta",
         "MAML",
-        "wiped",
         "safe-",  # temperatures
         "guard switched off",
         "guard at test time only",
