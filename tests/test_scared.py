@@ -51,9 +51,7 @@ def config(optimiser: str, **changes: Any) -> ScaredConfig:
         penalty=PENALTY,
         optimiser=optimiser,  # type: ignore[arg-type]
         ppo=PPOConfig(minibatch=32, learning_rate=(5e-3, 5e-4), entropy=(0.02, 0.0), discount=0.99),
-        ddpg=DDPGConfig(
-            learning_rate=2e-3, updates=16, batch=16, capacity=512, target_rate=0.02, trust=0.3, entropy=0.001
-        ),
+        ddpg=DDPGConfig(learning_rate=2e-3, updates=16, capacity=512, target_rate=0.02, trust=0.3, entropy=0.001),
     )
     return dataclasses.replace(quick, **changes)
 
@@ -69,17 +67,10 @@ class Fit:
 
 
 @functools.cache
-def fit(env: Any, optimiser: str) -> Fit:
-    settings, hidden = config(optimiser), 32  # of the critics of ddpg
-    if isinstance(env, Throw):  # a slope in the action needs more than a table of arms
-        settings = config(
-            optimiser,
-            iterations=120 if optimiser == "ppo" else settings.iterations,
-            ppo=dataclasses.replace(settings.ppo, learning_rate=(3e-3, 3e-4)),
-            ddpg=dataclasses.replace(settings.ddpg, batch=32),
-        )
-        hidden = ddpg.HIDDEN
-    algorithm = Scared(env, settings)
+def fit(env: Any, optimiser: str, batch: int = 16, hidden: int = 32) -> Fit:
+    """`hidden` is the width of the critics of ddpg."""
+    settings = config(optimiser)
+    algorithm = Scared(env, dataclasses.replace(settings, ddpg=dataclasses.replace(settings.ddpg, batch=batch)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ddpg, "HIDDEN", hidden)
         state = eqx.filter_jit(algorithm.init)(jax.random.key(0))
@@ -112,7 +103,7 @@ def test_the_good_arm_is_found_in_context_and_pulled_exactly_as_often_as_the_bud
 def test_real_valued_actions_and_costs(optimiser):
     """The side of the target is read off the first throw; on the right side the budget is what limits the throw."""
     env = Throw()
-    run = fit(env, optimiser)
+    run = fit(env, optimiser, batch=32, hidden=ddpg.HIDDEN)  # a slope in the action needs more than a table of arms
     agent, _ = with_options(env, run.algorithm.agent(run.state), greedy=True)
     found = evaluate(env, agent, tasks=500, segments=1)
     excess = np.maximum(found.costs - found.budgets[:, None], 0)
@@ -494,8 +485,7 @@ def test_overspent_episodes_are_learned_from_but_neither_reported_nor_judged():
         costs.append(float(metrics["cost_spent"]))
         assert metrics["cost"] == metrics["over_budget"] == 0
         assert not np.asarray(metrics["over_budget_by_bin"]).any()
-    # as if nothing had been broken: by the tolerance down, thirty times
-    assert float(metrics["lambda"]) == pytest.approx(1 - 30 * PENALTY.step * PENALTY.tolerance, abs=1e-5)
+    assert metrics["lambda"] == 1  # no finished episode counts, so nothing moves it, not even the tolerance
     assert costs[-1] < 0.5 * costs[0]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from safeicrl.agents.api import Agent
-from safeicrl.envs.api import Env
+from safeicrl.envs.api import Env, Key, PyTree
 from safeicrl.evaluation.archive import load_results
 from safeicrl.evaluation.results import Results
 from safeicrl.policies.catalogue import policy_names
@@ -26,9 +26,14 @@ def replay(env: Env, agent: Agent, stored: Results) -> Episodes:
     sample = jax.jit(jax.vmap(lambda key: env.sample_task(key, stored.meta["split"])))
     queue = jax.tree.map(lambda x: x[:, None], sample(jax.random.split(task_key, ROWS)))  # [row, 1, ...]
     budgets, key = jnp.asarray(stored.budgets[:ROWS, None]), jax.random.fold_in(run_key, 0)
+    return play(env, agent, queue, budgets, key)
+
+
+@eqx.filter_jit
+def play(env: Env, agent: Agent, tasks: PyTree, budgets: jax.Array, key: Key) -> Episodes:
+    """Compiled once for a policy and for its weights in disorder."""
     steps = EPISODES * env.spec.max_steps
-    trials = run_trials(env, agent, queue, budgets, key, episodes=EPISODES, steps=steps)
-    return episode_sums(trials, EPISODES)
+    return episode_sums(run_trials(env, agent, tasks, budgets, key, episodes=EPISODES, steps=steps), EPISODES)
 
 
 def distance(played: Episodes, stored: Results) -> float:
