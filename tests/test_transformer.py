@@ -236,23 +236,23 @@ def with_gradients(attend, q, k, v, trial, window):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "dim", "steps", "tolerance"),
-    [("float32", 8, 75, 3e-6), ("float32", 16, 75, 3e-6), ("float32", 3, 10, 3e-6), ("bfloat16", 8, 75, 0.015)],
-    ids=["numbers in the padding", "no room in the padding", "rows shorter than a block", "bfloat16"],
+    ("dtype", "dim", "steps", "backward", "tolerance"),
+    [("float32", 3, 75, 16, 3e-6), ("float32", 16, 20, 4, 3e-6), ("bfloat16", 8, 75, 16, 0.015)],
+    ids=["numbers in the padding", "no room there, rows shorter than a block", "bfloat16"],
 )
-def test_kernels_for_small_heads_equal_plain_attention(dtype, dim, steps, tolerance):
+def test_kernels_for_small_heads_equal_plain_attention(dtype, dim, steps, backward, tolerance):
     """Output and gradients, of two seeds at once, with several trials in a row, with a window and without.
 
     The kernels run on GPUs; here they are interpreted. Trials and windows begin and end inside of blocks.
     """
-    blocks = small_heads.Blocks(forward=32, backward=16)
+    blocks = small_heads.Blocks(forward=32, backward=backward)
     q, k, v, trial = random_qkv(steps, jnp.dtype(dtype), dim)
     q, k, v = (jnp.stack([x, 1 - x]) for x in (q, k, v))  # [seed, row, time, head, dim]
     kernels = functools.partial(with_gradients, functools.partial(small_heads.attend, blocks=blocks))
     plain = functools.partial(with_gradients, windowed)
     exact = [x.astype(jnp.float32) for x in (q, k, v)]
-    # Eight and two trials per row, and one trial per row, which has blocks without a mask.
-    for trials, window in ((trial, steps), (trial, 20), (0 * trial, steps), (0 * trial, 40)):
+    # Eight and two trials per row; then one trial per row, which has blocks without a mask.
+    for trials, window in ((trial, steps // 4), (0 * trial, steps), (0 * trial, steps // 2)):
         for found, right in zip(kernels(q, k, v, trials, window), plain(*exact, trials, window), strict=True):
             assert np.abs(found - right).max() < tolerance * np.abs(right).max()
 

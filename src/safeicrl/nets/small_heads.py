@@ -46,12 +46,13 @@ class Blocks:
 DEFAULT = Blocks()
 
 
-def first_visible(trial: jax.Array, window: int) -> jax.Array:
-    """The first position that each token sees, its trial's begin or the window's. [row, time] → the same, int32"""
+def sight(trial: jax.Array, window: int) -> tuple[jax.Array, jax.Array]:
+    """The first position that each token sees, and the last that sees it. [row, time] → two of the same, int32"""
     at = jnp.arange(trial.shape[-1], dtype=jnp.int32)
-    begins = jnp.concatenate([jnp.ones_like(trial[:, :1], bool), trial[:, 1:] != trial[:, :-1]], -1)
-    begin = jax.lax.cummax(jnp.where(begins, at, 0), axis=1)
-    return jnp.maximum(begin, at - (window - 1))
+    change, border = trial[:, 1:] != trial[:, :-1], jnp.ones_like(trial[:, :1], bool)
+    begin = jax.lax.cummax(jnp.where(jnp.concatenate([border, change], -1), at, 0), axis=1)
+    end = jax.lax.cummin(jnp.where(jnp.concatenate([change, border], -1), at, len(at)), axis=1, reverse=True)
+    return jnp.maximum(begin, at - (window - 1)), jnp.minimum(end, at + (window - 1))
 
 
 def attend(
@@ -60,20 +61,22 @@ def attend(
     """As `attention.attend`; q, k, v: [row, time, head, dim] with dim at most 16."""
     steps, dim = q.shape[1], q.shape[-1]
     more = -steps % blocks.forward
-    # Nobody sees the padding. What it sees does not matter, for it has no gradient: the same as the last token.
-    first = jnp.pad(first_visible(trial, window), ((0, 0), (0, more)), mode="edge")
+    # The padding follows in the last trial: no token sees it, and it has no gradient.
+    seen = sight(jnp.pad(trial, ((0, 0), (0, more)), mode="edge"), window)
     scaled = q * (dim**-0.5 * LOG2E)
     q, k, v = (jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) for x in (scaled, k, v))
-    return _attend(q, k, v, first, blocks)[:, :steps]
+    return _attend(q, k, v, seen, blocks)[:, :steps]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, blocks: Blocks) -> jax.Array:
-    return _attend_forward(q, k, v, first, blocks)[0]
+def _attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, seen: tuple[jax.Array, jax.Array], blocks: Blocks
+) -> jax.Array:
+    return _attend_forward(q, k, v, seen, blocks)[0]
 
 
 def _attend_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, blocks: Blocks
+    q: jax.Array, k: jax.Array, v: jax.Array, seen: tuple[jax.Array, jax.Array], blocks: Blocks
 ) -> tuple[jax.Array, Any]:
     rows, steps, heads, dim = q.shape
     block, whole = _specs(steps, blocks.forward)
@@ -85,13 +88,13 @@ def _attend_forward(
         in_specs=[block["vectors"], whole["vectors"], whole["vectors"], block["positions"]],
         out_specs=[block["vectors"], block["numbers"]],
         out_shape=[_like(wide_v), jax.ShapeDtypeStruct((rows, heads, steps), jnp.float32)],
-    )(_widen(q), wide_k, wide_v, first)
+    )(_widen(q), wide_k, wide_v, seen[0])
     out = out[..., :dim]
-    return out, (q, wide_k, wide_v, first, out, normaliser)
+    return out, (q, wide_k, wide_v, seen, out, normaliser)
 
 
 def _attend_backward(blocks: Blocks, saved: Any, d_out: jax.Array) -> tuple[jax.Array | None, ...]:
-    q, wide_k, wide_v, first, out, normaliser = saved
+    q, wide_k, wide_v, (first, last), out, normaliser = saved
     rows, steps, heads, dim = q.shape
     block, whole = _specs(steps, blocks.backward)
     call = functools.partial(_call, grid=(rows, heads, steps // blocks.backward), blocks=blocks)
@@ -107,9 +110,6 @@ def _attend_backward(blocks: Blocks, saved: Any, d_out: jax.Array) -> tuple[jax.
         out_specs=[block["vectors"]],
         out_shape=[_like(wide_q)],
     )(wide_q, wide_k, wide_v, first, wide_d_out, *numbers)
-    # The last token that sees each position: `first` never falls.
-    at = jnp.arange(steps)
-    last = jax.vmap(lambda first: jnp.searchsorted(first, at, side="right") - 1)(first).astype(jnp.int32)
     d_k, d_v = call(
         _key_kernel,
         in_specs=[whole["vectors"], block["vectors"], block["vectors"], block["positions"], *theirs],
