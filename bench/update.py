@@ -203,16 +203,15 @@ def main() -> None:
             console.print(f"{name}: {lines[-1]['error']}", markup=False)
             return None
 
-    traced = {way: found for way in chosen if (found := attempt(way.name, lambda way=way: lower(way, args)))}
-    with ThreadPoolExecutor() as pool:
-        compiling = {
-            way: pool.submit(x[0].compile, compiler_options=dict(way.options)) for way, x in traced.items()
-        }
-        comparing = {
-            way: pool.submit(difference, way, min(args.steps, 512))
-            for way in traced
-            if way.rows == args.rows and way.trials == 1 and not way.options and way.attend != no_attention
-        }
+    traced, compiling, comparing = {}, {}, {}
+    with ThreadPoolExecutor() as pool:  # compiles while the next way is traced
+        for way in chosen:
+            if not (found := attempt(way.name, lambda way=way: lower(way, args))):
+                continue
+            traced[way] = found
+            compiling[way] = pool.submit(found[0].compile, compiler_options=dict(way.options))
+            if way.rows == args.rows and way.trials == 1 and not way.options and way.attend != no_attention:
+                comparing[way] = pool.submit(difference, way, min(args.steps, 512))
     report["differences"] = {way.name: attempt(way.name, job.result) for way, job in comparing.items()}
     programs = {way: found for way, job in compiling.items() if (found := attempt(way.name, job.result))}
     for way, program in programs.items():
