@@ -64,6 +64,7 @@ def ways(rows: int) -> list[Way]:
         way("small heads 64/64", small(64, 64)),
         way("small heads 64/64, 3 stages", small(64, 64, stages=3)),
         way("small heads 64/64, 2 warps", small(64, 64, warps=2)),
+        way("small heads 64/64, 2 warps, 3 stages", small(64, 64, warps=2, stages=3)),
         way("small heads 64/64, 8 warps", small(64, 64, warps=8)),
         way("small heads 128/128, 8 warps", small(128, 128, warps=8)),
         way("small heads 32/32, 1 warp", small(32, 32, warps=1)),

@@ -36,7 +36,7 @@ class Blocks:
     forward: int = 64  # queries and keys in one step of the output's kernel
     backward: int = 64  # the same of the gradients' kernels; divides `forward`
     warps: int = 4
-    stages: int = 2  # blocks on their way from memory at a time
+    stages: int = 3  # blocks on their way from memory at a time
 
     def __post_init__(self) -> None:
         if self.forward % self.backward:
@@ -257,7 +257,7 @@ def _minus(products: list[jax.Array], less: list[jax.Array]) -> list[jax.Array]:
 
 
 def _exp2(x: jax.Array) -> jax.Array:
-    """One instruction, tiny results are 0; `jnp.exp2` has three more, for tiny results."""
+    """One instruction, tiny results are 0; `jnp.exp2` needs more, for tiny results."""
     if _interpreted():
         return jnp.exp2(x)
     (found,) = plgpu.elementwise_inline_asm(
