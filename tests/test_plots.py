@@ -133,6 +133,18 @@ def test_lines_are_named_in_their_colours_and_references_always_look_the_same():
     assert "greedy" in figure.get_supxlabel()
 
 
+def test_a_method_has_one_colour_whoever_is_beside_it():
+    """All lines of a robot's figure at once, then without Safe AD."""
+    labels = ["SCARED", "Safe AD", "Safe AD, sampled", "SafeMeta", "MAML with penalty", "privileged", "memoryless"]
+    colours = []
+    for some in (labels, [label for label in labels if not label.startswith("Safe AD")]):
+        axis = plots.by_episode(group([results(label) for label in some])).axes[0]
+        colours.append({text.get_text(): text.get_color() for text in axis.texts})
+    every, fewer = colours
+    assert len(set(every.values())) == len(labels)
+    assert fewer == {label: every[label] for label in fewer}
+
+
 @pytest.mark.parametrize("draw", [plots.by_episode, plots.by_budget, plots.over_budget])
 def test_a_figure_says_what_its_bands_are(draw):
     seeds = [results("mine", seed=seed) for seed in range(2)]

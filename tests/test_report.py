@@ -17,10 +17,10 @@ from safeicrl.cli.training import asked_recipe
 from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import save_results
 from safeicrl.evaluation.results import Results
-from safeicrl.files import write_json
+from safeicrl.files import read_json, write_json
 from safeicrl.log import read_metrics
 from safeicrl.recipes.form import train_form
-from safeicrl.show.report import jobs, panels, safe_ad, settings, training
+from safeicrl.show.report import draw, jobs, panels, safe_ad, settings, training
 from safeicrl.show.report.content import Found, Grid, find
 from safeicrl.show.report.reproduce import build
 from safeicrl.show.report.steps import trained_on
@@ -100,6 +100,21 @@ def test_the_numbers_of_the_page_are_those_of_the_files(room):
     assert row[4] == "2.5 [2, 3]"  # the middle half of four 2s and four 3s; a sample may hold one seed only
     assert row[6] == "3 → 0.5"
     assert row[7:] == ["8.3% / 0.0%", "25%", "–"]  # no card says what these were trained on
+
+
+def test_episodes_that_were_played_only_to_learn_are_said(tmp_path):
+    """By hand: 6 and 8 episodes, 50 and 70 steps, 10 and 30% over budget; without fresh episodes, nothing."""
+    about = {"updates": 2, "fresh_episodes_per_update": 3, "cost_per_fresh_episode": 1.0}
+    for seed, (episodes, steps, over) in enumerate(((6, 50, 0.1), (8, 70, 0.3))):
+        adapted = {**about, "fresh_episodes": episodes, "fresh_steps": steps, "fresh_episodes_over_budget": over}
+        numbers = {"costs": np.zeros((4, 3)), "returns": np.zeros((4, 3))}
+        stored(tmp_path, f"safe-meta/dark-room-seed{seed}", **numbers, adaptation=adapted)
+    own = {**about, "fresh_episodes": 0.0, "fresh_steps": 0.0, "fresh_episodes_over_budget": None}
+    stored(tmp_path, "maml/dark-room", **numbers, adaptation=own)
+    groups = find(part_of("episodes-dark-room"), tmp_path).groups()
+    assert set(groups) == {"SafeMeta", "MAML with penalty"}
+    (said,) = draw._fresh(groups)
+    assert said.endswith(": SafeMeta 7 (60 steps; 20.0% of the episodes over budget).")
 
 
 def test_budgets_are_told_apart_and_the_largest_cost_is_of_a_trial(room):
@@ -391,6 +406,29 @@ def test_every_command_of_safe_ad_can_be_parsed():
         check(evaluate)
         histories, run = (words[words.index("--out") + 1] for words in (collect, train))
         assert [histories, run] == [train[train.index("--algo.histories") + 1], evaluate[1]]
+
+
+def test_every_command_of_a_meta_learner_can_be_parsed():
+    pytest.importorskip("mujoco")
+    for need in (*panels._meta("dark-room"), *panels._meta("ant")):
+        for line in need.command.splitlines():
+            check(shlex.split(line)[1:])
+
+
+@pytest.mark.parametrize("world", safe_ad.DATA)
+def test_commands_of_safe_ad_are_those_that_were_run(world):
+    """A training may have had more: how it was judged, a clock that it did not reach, a default."""
+    words = lambda line: set(shlex.split(line))  # noqa: E731
+    for need in safe_ad.needs(world, panels.WORLDS[world][2]):
+        collect, train, evaluate = need.command.splitlines()
+        stem = Path(need.files[0]).stem
+        ran = read_json(STORED / "safe-ad" / "histories" / f"{world}.json", "card")["command"]
+        assert words(collect) == words(ran)
+        if (STORED / need.files[0]).exists():
+            ran = read_json(STORED / "safe-ad" / "training" / stem / "config.json", "settings")["command"]
+            assert words(train) <= words(ran)
+            ran = read_json(STORED / "safe-ad" / f"{stem}.json", "results")["meta"]["command"]
+            assert words(evaluate) == words(ran)
 
 
 def check(step):

@@ -1,6 +1,7 @@
 """The paper's figures, shares over budget, training curves. Reads results only; never imports jax."""
 
 import io
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -28,8 +29,13 @@ from safeicrl.files import RECIPE, atomic_write, read_json
 Groups = dict[str, list[Results]]  # label → its seeds
 Points = tuple[list[float], list[float]]  # x, y
 
-# Okabe–Ito: colour-blind readers can tell them apart. Reference agents always look the same.
+# Okabe–Ito: colour-blind readers can tell them apart. Reference agents, the paper's methods and the trained
+# baselines look the same in every figure.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+METHOD_COLOURS = {
+    "SCARED": PALETTE[0], "Safe AD": PALETTE[1], "SafeMeta": PALETTE[3], "MAML with penalty": PALETTE[4],
+    "privileged": "#000000", "memoryless": "#8C6D31",
+}  # fmt: skip
 REFERENCE_COLOURS = {"random": "#999999", "explorer": "#555555", "planner": "#000000"}
 STYLE: dict[Any, Any] = {
     "axes.grid": True,
@@ -87,7 +93,7 @@ def by_budget(groups: Groups, bins: int | None = None) -> Figure:
             axis.plot([low, high], [low, high], color="#bb0000", linewidth=1, linestyle=":")
             axis.annotate(
                 "the budget", (high, high), color="#bb0000", fontsize=8, xytext=(-4, 2), textcoords="offset points",
-                ha="right", va="bottom",
+                ha="right", va="bottom", bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5},
             )  # fmt: skip
         _set_base(axis)
         _label_lines(axis, lines)
@@ -267,14 +273,15 @@ def _styled(groups: Groups, any_cost: bool = False) -> list[tuple[str, str, str,
     several = [seeds[0].cost_names for seeds in groups.values() if seeds[0].several]
     if several and not any_cost:
         raise UserError(f"a figure shows one cost of {', '.join(several[0])}: take its results from by_cost()")
-    styled, used = [], 0
+    named = {METHOD_COLOURS[label] for label in groups if label in METHOD_COLOURS}
+    free = itertools.cycle([colour for colour in PALETTE if colour not in named])
+    styled = []
     for label, seeds in groups.items():
         name = str(seeds[0].meta.get("agent", label))
         if name in REFERENCE_COLOURS:
             styled.append((label, REFERENCE_COLOURS[name], "--", seeds))
         else:
-            styled.append((label, PALETTE[used % len(PALETTE)], "-", seeds))
-            used += 1
+            styled.append((label, METHOD_COLOURS.get(label) or next(free), "-", seeds))
     return styled
 
 

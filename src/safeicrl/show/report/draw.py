@@ -43,7 +43,20 @@ def episodes(found: Found, *, table_only: tuple[str, ...] = ()) -> list[Shown]:
         f"cost, first → {first.last_name}", f"episodes over budget, all / {first.last_name}", "trials ever over",
         "environment steps of training, per seed",
     )  # fmt: skip
-    return [Drawing(figure=plots.by_episode(drawn), text=text), Grid(header=header, rows=rows)]
+    return [Drawing(figure=plots.by_episode(drawn), text=text), Grid(header=header, rows=rows), *_fresh(groups)]
+
+
+def _fresh(groups: Groups) -> list[Shown]:
+    """What agents that update their parameters played besides the episodes that are shown."""
+    said = []
+    for label, seeds in groups.items():
+        found = [result.meta["adaptation"] for result in seeds if result.meta.get("adaptation")]
+        if any(about["fresh_episodes"] for about in found):
+            names = ("fresh_episodes", "fresh_steps", "fresh_episodes_over_budget")
+            played, steps, over = (np.mean([about[name] for about in found]) for name in names)
+            said.append(f"{label} {played:.0f} ({steps:,.0f} steps; {over:.1%} of the episodes over budget)")
+    text = "To update their parameters, these played more episodes of each task, which do not count above: "
+    return [f"{text}{'; '.join(said)}."] if said else []
 
 
 def _ends(label: str, seeds: list[Results]) -> list[str]:
