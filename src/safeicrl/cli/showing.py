@@ -45,7 +45,7 @@ class Demo:
     world: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[WORLD]")] = "room"
     policy: str | None = None  # name or path of a policy to show instead of the one that ships for the world
     out: Path = Path("demo-output")  # folder for figures, results and the animation
-    tasks: int = 50  # number of unseen tasks
+    tasks: int = 16  # number of unseen tasks
     seed: int = 0  # of the tasks and the actions
 
 

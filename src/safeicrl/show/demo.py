@@ -1,6 +1,7 @@
 """The demo: the pretrained agent, if there is one, beside the reference agents, on tasks nobody has seen."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ def run(
     *,
     world: str = "room",
     policy: str | None = None,
-    tasks: int = 50,
+    tasks: int = 16,
     seed: int = 0,
     env: Env | None = None,
 ) -> list[Path]:
@@ -39,12 +40,15 @@ def run(
     console = Console()
     field = contenders(env, world=world, policy=policy)
     results: list[Results] = []
-    for contender in field:
-        found = contender.evaluate(tasks=tasks, seed=seed)
-        results.append(found)
-        steps = int(found.lengths.sum())
-        seconds = found.meta["seconds"]
-        console.print(f"{contender.label}: {steps:,} steps in {seconds:.1f} s", style="dim", highlight=False)
+    name = "one-room.gif" if isinstance(unwrapped(field[0].env), SafeDarkRoom) else "one-task.gif"
+    with ThreadPoolExecutor() as pool:  # side by side: on few tasks one agent does not fill the cores
+        playing = [pool.submit(contender.evaluate, tasks=tasks, seed=seed) for contender in field]
+        filming = pool.submit(film, field[0], out / name, seed=seed, console=console)
+        for contender, job in zip(field, playing, strict=True):
+            results.append(found := job.result())
+            steps = int(found.lengths.sum())
+            seconds = found.meta["seconds"]
+            console.print(f"{contender.label}: {steps:,} steps in {seconds:.1f} s", style="dim", highlight=False)
     spans = [f"{low:g}–{high:g}" for low, high in (own.budget_range for own in results[0].by_cost().values())]
     title = f"{tasks} tasks nobody has seen, budgets {', '.join(spans)}, parameters frozen"
     console.print(summary_table(results, title))
@@ -56,8 +60,7 @@ def run(
             plots.save(plots.by_budget(groups), out / f"budgets{suffix}.png"),
             plots.save(plots.over_budget(groups), out / f"over-budget{suffix}.png"),
         ]
-    name = "one-room.gif" if isinstance(unwrapped(field[0].env), SafeDarkRoom) else "one-task.gif"
-    files += film(field[0], out / name, seed=seed, console=console)
+    files += filming.result()
     _say_where(console, out, files)
     return files
 

@@ -181,13 +181,13 @@ def save_film(film: Film, path: Path) -> Path:
     frames = list(_frames(film))
     waits = [film.frame_ms] * (len(frames) - 1) + [film.frame_ms * HOLD]
     buffer = io.BytesIO()
-    frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:], duration=waits, loop=0, optimize=True)
+    frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:], duration=waits, loop=0)
     atomic_write(path, [buffer.getbuffer()])
     return path
 
 
 def _frames(film: Film) -> Iterator[Image.Image]:
-    """One figure, drawn again for every frame."""
+    """One figure, laid out once; a frame draws only its pictures and captions anew."""
     width, height = film.inches
     figure = Figure(figsize=(width * len(film.shown), height), dpi=80, layout="constrained")
     canvas = FigureCanvasAgg(figure)
@@ -196,13 +196,26 @@ def _frames(film: Film) -> Iterator[Image.Image]:
     for column, episode in enumerate(film.shown):
         axis = figure.add_subplot(grid[0, column])
         axis.set_axis_off()
-        panels.append((episode, axis.imshow(film.picture(episode, 0)), axis.set_title("", fontsize=8)))
+        caption = axis.set_title(film.caption(episode, 0), fontsize=8)
+        panels.append((episode, axis, axis.imshow(film.picture(episode, 0)), caption))
     film.draw_charts([figure.add_subplot(grid[row, :]) for row in range(1, len(film.heights))])
     figure.suptitle(film.title, fontsize=9)
+    canvas.draw()
+    figure.set_layout_engine("none")
+    for _, axis, *_ in panels:
+        axis.set_visible(False)
+    canvas.draw()
+    still = canvas.copy_from_bbox(figure.bbox)
+    for _, axis, *_ in panels:
+        axis.set_visible(True)
     for frame in range(film.frames):
-        for episode, image, caption in panels:
+        canvas.restore_region(still)
+        for episode, axis, image, caption in panels:
             image.set_data(film.picture(episode, frame))
             caption.set_text(film.caption(episode, frame))
             caption.set_color(BROKEN if film.over(episode, frame) else "#222222")
-        canvas.draw()
-        yield Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
+            axis.draw_artist(image)
+            axis.draw_artist(caption)
+        picture = Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
+        # few flat colours: the fast way to choose a palette is as good, and the file half as large
+        yield picture.quantize(128, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
