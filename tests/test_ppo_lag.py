@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from probe import OPTIMISED, Casino, Push, Throw
+from probe import OPTIMISED, Push, Throw
 
 from safeicrl import load_policy
 from safeicrl.agents.api import with_options
@@ -54,18 +54,6 @@ def run(env, config, tasks, limits, seed=0):
 # -- probes
 
 
-def test_the_mean_cost_settles_at_the_limit_where_cost_pays():
-    """The good arm pays and costs 1, the safe one pays ¼: the best at a mean cost of b is `Casino.best(b)`."""
-    env, limits = Casino(), [0.0, 1.0, 3.0]
-    config = PPOLagConfig(iterations=250, learning_rate=1e-3, hidden=(16,))
-    _, _, metrics = run(env, config, jnp.full(3, 1), limits)
-    last = {name: metrics[name][-100:].mean(0) for name in ("return", "cost", "lambda")}
-    np.testing.assert_allclose(last["cost"], limits, atol=0.15)
-    np.testing.assert_allclose(last["return"], [env.best(b) for b in limits], atol=0.15)
-    assert (metrics["lambda"] >= 0).all()
-    assert all(np.isfinite(x).all() for x in metrics.values())
-
-
 def test_continuous_actions_throw_as_far_as_the_limit_allows():
     """The target is at ½; throwing x > 0 costs x, so that the best within a limit of b < ½ is ½ + b."""
     env, limits = Throw(), [0.3, 1.0]
@@ -75,14 +63,19 @@ def test_continuous_actions_throw_as_far_as_the_limit_allows():
     # what is missing to the best is the spread of the throws, which is still shrinking
     np.testing.assert_allclose(metrics["return"][-50:].mean(0), [0.8, 1.0], atol=0.15)
     assert (metrics["lambda"][:, 1] == 0).all()  # a limit that never binds has no price
+    assert (metrics["lambda"] >= 0).all()
+    assert all(np.isfinite(x).all() for x in metrics.values())
 
 
 def test_the_limit_decides_the_way_through_the_room():
-    config = PPOLagConfig(iterations=120, learning_rate=3e-3, multiplier_rate=0.1)
-    tasks = jax.tree.map(lambda x: jnp.stack([x, x]), DETOUR)
-    learner, states, metrics = run(ROOM, config, tasks, [0.0, 5.0])
-    np.testing.assert_allclose(metrics["return"][-20:].mean(0), [1.0, 1.0], atol=0.03)
-    np.testing.assert_allclose(metrics["cost"][-20:].mean(0), [0.0, 1.0], atol=0.06)
+    """A limit of ½ lets the policy take either way, as often as the other."""
+    config, limits = PPOLagConfig(iterations=120, learning_rate=3e-3, multiplier_rate=0.1), [0.0, 5.0, 0.5]
+    tasks = jax.tree.map(lambda x: jnp.stack([x] * 3), DETOUR)
+    learner, states, metrics = run(ROOM, config, tasks, limits)
+    returns, costs = (metrics[name][-20:].mean(0) for name in ("return", "cost"))
+    np.testing.assert_allclose(returns, [1.0, 1.0, 1.0], atol=0.03)
+    np.testing.assert_allclose(costs[:2], [0.0, 1.0], atol=0.06)
+    assert metrics["cost"][-60:, 2].mean() == pytest.approx(0.5, abs=0.1)
     pick = jax.jit(lambda states, index: learner.agent(jax.tree.map(lambda x: x[index], states)))
     for index, cost in ((0, 0.0), (1, 1.0)):
         agent = pick(states, index)
