@@ -25,12 +25,14 @@ from safeicrl.evaluation.evaluate import evaluate
 from safeicrl.nets.feedforward import Normaliser
 from safeicrl.optimisers import lagrangian
 from safeicrl.optimisers.lagrangian import Learner, PPOLagConfig, Rollout
+from safeicrl.recipes.recipe import load_experiment
 from safeicrl.train import EvalConfig, TrainConfig, train
 
 ROOM = SafeDarkRoom(size=5, obstacles=1, max_steps=10)
 # Straight on is 2 steps and costs 1, round the obstacle is 4 steps and costs nothing.
 DETOUR = ROOM.make_task(goal=(2, 4), obstacles=[(2, 3)])
 TINY = PPOLagConfig(iterations=4, envs=4, steps=8, minibatches=2, epochs=2, hidden=(8,))
+TRAINED = dataclasses.replace(TINY, learning_rate=1e-3, entropy=0.005)  # the command line's, and so its program
 FIXED = FixedTask(args=("size=3", "obstacles=1", "max_steps=5", "episodes=3"), limit=1.0)
 
 
@@ -271,9 +273,9 @@ def test_it_reports_what_every_algorithm_does():
 
 def test_interrupted_and_resumed_is_uninterrupted_and_loads_in_one_line(tmp_path):
     options = TrainConfig(iterations=4, chunk=2, evaluation=EvalConfig(every=0, tasks=2, segments=1))
-    whole = train(PPOLag(FIXED, TINY), options, out=tmp_path / "whole")
-    train(PPOLag(FIXED, TINY), dataclasses.replace(options, iterations=2), out=tmp_path / "cut")
-    resumed = train(PPOLag(FIXED, TINY), options, out=tmp_path / "cut", resume=True)
+    whole = train(PPOLag(FIXED, TRAINED), options, out=tmp_path / "whole")
+    train(PPOLag(FIXED, TRAINED), dataclasses.replace(options, iterations=2), out=tmp_path / "cut")
+    resumed = train(PPOLag(FIXED, TRAINED), options, out=tmp_path / "cut", resume=True)
     for a, b in zip(jax.tree.leaves(whole.state.params), jax.tree.leaves(resumed.state.params), strict=True):
         np.testing.assert_array_equal(a, b)
     policy = load_policy(tmp_path / "whole")
@@ -281,7 +283,7 @@ def test_interrupted_and_resumed_is_uninterrupted_and_loads_in_one_line(tmp_path
     assert policy.env == FIXED
     policy.start(budget=1)
     assert policy.act([1, 1]) in range(5)
-    trained = whole.agent(PPOLag(FIXED, TINY))
+    trained = whole.agent(PPOLag(FIXED, TRAINED))
     np.testing.assert_array_equal(policy.agent.net.weights[0], trained.net.weights[0])
 
 
@@ -292,6 +294,7 @@ def test_the_command_line_names_an_algorithm_and_an_environment(tmp_path, capsys
     asked = ["train", "--algo", "ppo-lag", "--env=safe-dark-room", "--out", str(out), *tiny.split(), *room.split()]
     assert main(asked) == 0
     saved = json.loads((out / "config.json").read_text())
+    assert load_experiment(out).algo == TRAINED
     assert saved["algo"]["name"] == "ppo-lag"
     assert saved["env"]["parameters"]["limit"] == 1.0
     capsys.readouterr()
