@@ -145,7 +145,7 @@ def runs(tmp_path_factory):
 # One on the accelerator and one on the cores; every program takes half a minute to compile, so the others, which
 # differ in their sizes, are only traced below.
 @pytest.mark.parametrize("name", ["point", "half-cheetah"])
-def test_a_preset_trains_evaluates_and_comes_back_as_a_policy(name, runs, monkeypatch, capsys):
+def test_a_preset_trains_evaluates_and_comes_back_as_a_policy(name, runs):
     folder = trained(name, runs)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert np.isfinite([lines[0]["return"], lines[0]["cost"], lines[0]["lambda"]]).all()
@@ -160,9 +160,13 @@ def test_a_preset_trains_evaluates_and_comes_back_as_a_policy(name, runs, monkey
     assert np.abs(action).max() <= 1
     assert policy.card["evaluation"]["context"] == "kept"
 
-    # the run's policy in the demo: its first and last episode, drawn from positions
-    star, *lines = demo.contenders(world=name, policy=str(folder))
-    assert [line.env for line in lines] == [shrunk(name).env]  # the same tasks
+    _, *others = demo.contenders(world=name, policy=str(folder))
+    assert [other.env for other in others] == [shrunk(name).env]  # the same tasks
+
+
+def test_a_runs_policy_in_the_demo_is_drawn_from_positions(runs, monkeypatch, capsys):
+    """Its first and last episode; where things of an arena are drawn is tested below."""
+    star, *_ = demo.contenders(world="half-cheetah", policy=str(trained("half-cheetah", runs)))
     monkeypatch.setattr(scene, "picture", no_screen)
     film = shoot_robot(star, 2.0)
     assert "no screen; drawn from positions" in capsys.readouterr().out
@@ -399,7 +403,7 @@ def test_a_policy_is_shown_in_its_own_world_only(runs):
 
 
 def test_the_demo_of_a_world_with_other_parameters_shows_the_random_agent(tmp_path, monkeypatch):
-    """In that world, with a film at the middle of the budgets; the preset's test above shoots a real one."""
+    """In that world, with a film at the middle of the budgets; the test of positions above shoots a real one."""
     env, shot = make_env("safe-dark-point", max_steps=3, episodes=2), []
     play_nothing(monkeypatch, tasks=3, episodes=2)
     monkeypatch.setattr(demo, "shoot_robot", lambda star, budget, **_: shot.append((star.label, star.env, budget)))
