@@ -29,14 +29,15 @@ from trials import ENV, EPOCHS, prepare
 
 from safeicrl.files import write_json
 from safeicrl.nets import attention, small_heads, transformer
+from safeicrl.nets.transformer import NetConfig
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, int], jax.Array]
 GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
 
 
-def small(forward: int, backward: int, warps: int = 4) -> Attend:
+def small(forward: int, backward: int, warps: int = 4, stages: int = 2) -> Attend:
     """The kernels for small heads, cut in another way."""
-    blocks = small_heads.Blocks(forward=forward, backward=backward, warps=warps)
+    blocks = small_heads.Blocks(forward=forward, backward=backward, warps=warps, stages=stages)
     return functools.partial(small_heads.attend, blocks=blocks)
 
 
@@ -47,43 +48,64 @@ class Way:
     name: str
     attend: Attend | None = None  # instead of the present one
     rows: int = 32
+    heads: int = 8
+    trials: int = 1  # in each row; more have fewer scores
     options: tuple[tuple[str, Any], ...] = ()  # of the compiler
 
 
 def ways(rows: int) -> list[Way]:
     """Those to compare; the first is the present one."""
+    way, fused = functools.partial(Way, rows=rows), attention._attend_fused
+    in_graphs = (("xla_gpu_graph_min_graph_size", 1), ("xla_gpu_enable_command_buffer", GRAPHS))
     return [
-        Way("present", rows=rows),
-        Way("cuDNN", attention._attend_fused, rows=rows),
-        Way("small heads 128/64", small(128, 64), rows=rows),
-        Way("small heads 64/64", small(64, 64), rows=rows),
-        Way("small heads 64/32", small(64, 32), rows=rows),
-        Way("small heads 128/128, 8 warps", small(128, 128, warps=8), rows=rows),
-        Way("no attention", lambda q, k, v, trial, window: v, rows=rows),
-        Way("128 rows", rows=4 * rows),
-        Way("no graphs", rows=rows, options=(("xla_gpu_enable_command_buffer", ""),)),
-        Way("small graphs", rows=rows, options=(("xla_gpu_graph_min_graph_size", 1),)),
-        Way(
-            "all in graphs",
-            rows=rows,
-            options=(("xla_gpu_graph_min_graph_size", 1), ("xla_gpu_enable_command_buffer", GRAPHS)),
-        ),
+        way("present"),
+        way("cuDNN", fused),
+        way("small heads 128/64", small(128, 64)),
+        way("small heads 64/64", small(64, 64)),
+        way("small heads 64/64, 3 stages", small(64, 64, stages=3)),
+        way("small heads 64/64, 2 warps", small(64, 64, warps=2)),
+        way("small heads 64/64, 2 warps, 3 stages", small(64, 64, warps=2, stages=3)),
+        way("small heads 64/64, 8 warps", small(64, 64, warps=8)),
+        way("small heads 128/128, 8 warps", small(128, 128, warps=8)),
+        way("small heads 32/32, 1 warp", small(32, 32, warps=1)),
+        way("no attention", no_attention),
+        way("present, 4 trials per row", trials=4),
+        way("cuDNN, 4 trials per row", fused, trials=4),
+        way("present, 4 heads", heads=4),
+        way("cuDNN, 4 heads", fused, heads=4),
+        way("128 rows", rows=4 * rows),
+        way("all in graphs", options=in_graphs),
     ]
 
 
+def no_attention(q: jax.Array, k: jax.Array, v: jax.Array, trial: jax.Array, window: int) -> jax.Array:
+    """What the rest of an update costs."""
+    return v
+
+
+def cut(attend: Attend, trials: int) -> Attend:
+    """The same with every row cut into `trials` equal parts, which do not see each other."""
+
+    def attend_parts(q: jax.Array, k: jax.Array, v: jax.Array, trial: jax.Array, window: int) -> jax.Array:
+        steps = trial.shape[-1]
+        return attend(q, k, v, trials * trial + jnp.arange(steps) * trials // steps, window)
+
+    return attend_parts
+
+
 @functools.cache
-def prepared(rows: int, steps: int, seed: int) -> Any:
-    """What an update with 8 heads learns from."""
-    return prepare(8, rows, argparse.Namespace(steps=steps, seed=seed))
+def prepared(heads: int, rows: int, steps: int, seed: int) -> Any:
+    """What an update learns from."""
+    return prepare(heads, rows, argparse.Namespace(steps=steps, seed=seed))
 
 
 def lower(way: Way, args: argparse.Namespace) -> tuple[Any, Any]:
     """The traced program and its argument."""
-    function, state = prepared(way.rows, args.steps, args.seed)
+    function, state = prepared(way.heads, way.rows, args.steps, args.seed)
     arrays, static = eqx.partition(state, eqx.is_array)
     run = lambda arrays: eqx.filter(function(eqx.combine(arrays, static)), eqx.is_array)  # noqa: E731
     try:
-        transformer.attend = way.attend or attention.attend
+        transformer.attend = cut(way.attend or attention.attend, way.trials)
         return jax.jit(run).lower(arrays), arrays
     finally:
         transformer.attend = attention.attend
@@ -97,6 +119,8 @@ def measure(way: Way, program: Any, arrays: Any, args: argparse.Namespace) -> di
     return {
         "way": way.name,
         "rows": way.rows,
+        "heads": way.heads,
+        "trials_per_row": way.trials,
         "milliseconds": 1e3 * seconds,
         "milliseconds_per_32_rows": 1e3 * seconds * 32 / way.rows,
         "actor_loss": float(metrics["actor_loss"]),
@@ -104,22 +128,33 @@ def measure(way: Way, program: Any, arrays: Any, args: argparse.Namespace) -> di
     }
 
 
-def difference(attend: Attend, steps: int) -> dict[str, float]:
-    """Largest difference to the plain attention in float32, of the output and of the gradients."""
-    shape, key = (2, steps, 8, 8), jax.random.key(0)
+def with_gradients(attend: Attend, heads: int, steps: int, dtype: Any) -> list[np.ndarray]:
+    """Output and gradients for two rows, one of them with two trials."""
+    shape, key = (2, steps, heads, NetConfig().width // heads), jax.random.key(0)
     q, k, v, seed = (jax.random.normal(x, shape) for x in jax.random.split(key, 4))
     trial = (jnp.arange(steps)[None] >= jnp.array([steps // 3, steps])[:, None]).astype(jnp.int32)
+
+    @jax.jit
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, seed: jax.Array) -> tuple[jax.Array, ...]:
+        out, back = jax.vjp(lambda *x: attend(*x, trial, steps), q, k, v)
+        return out, *back(seed)
+
+    return [np.asarray(x, np.float32) for x in both(*(x.astype(dtype) for x in (q, k, v, seed)))]
+
+
+@functools.cache
+def plain(heads: int, steps: int) -> list[np.ndarray]:
+    with jax.default_matmul_precision("float32"):
+        return with_gradients(attention._attend_blocks, heads, steps, jnp.float32)
+
+
+def difference(way: Way, steps: int) -> dict[str, float]:
+    """Largest difference to the plain attention in float32, of the output and of the gradients."""
     dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
-
-    def both(attend: Attend, dtype: Any) -> Any:
-        inner = lambda *x: attend(*x, trial, steps)  # noqa: E731
-        out, back = jax.vjp(inner, *(x.astype(dtype) for x in (q, k, v)))
-        return [np.asarray(x, np.float32) for x in (out, *back(seed.astype(out.dtype)))]
-
-    found, plain = both(attend, dtype), both(attention._attend_blocks, jnp.float32)
+    found = with_gradients(way.attend or attention.attend, way.heads, steps, dtype)
     return {
         name: float(np.abs(a - b).max() / np.abs(b).max())
-        for name, a, b in zip(("out", "dq", "dk", "dv"), found, plain, strict=True)
+        for name, a, b in zip(("out", "dq", "dk", "dv"), found, plain(way.heads, steps), strict=True)
     }
 
 
@@ -169,24 +204,24 @@ def main() -> None:
             console.print(f"{name}: {lines[-1]['error']}", markup=False)
             return None
 
-    traced = {way: found for way in chosen if (found := attempt(way.name, lambda way=way: lower(way, args)))}
-    with ThreadPoolExecutor() as pool:
-        compiling = {
-            way: pool.submit(x[0].compile, compiler_options=dict(way.options)) for way, x in traced.items()
-        }
+    traced, compiling, comparing = {}, {}, {}
+    with ThreadPoolExecutor() as pool:  # compiles while the next way is traced
+        for way in chosen:
+            if not (found := attempt(way.name, lambda way=way: lower(way, args))):
+                continue
+            traced[way] = found
+            compiling[way] = pool.submit(found[0].compile, compiler_options=dict(way.options))
+            if way.rows == args.rows and way.trials == 1 and not way.options and way.attend != no_attention:
+                comparing[way] = pool.submit(difference, way, min(args.steps, 512))
+    report["differences"] = {way.name: attempt(way.name, job.result) for way, job in comparing.items()}
     programs = {way: found for way, job in compiling.items() if (found := attempt(way.name, job.result))}
     for way, program in programs.items():
         line = attempt(way.name, lambda way=way, program=program: measure(way, program, traced[way][1], args))
         if line:
             lines.append(line)
-            console.print(line)
+            console.print(f"{way.name}: {line['milliseconds_per_32_rows']:.2f} ms per 32 rows", highlight=False)
         if args.out:
             write_json(args.out, report)
-    report["differences"] = {
-        way.name: attempt(way.name, lambda way=way: difference(way.attend, min(args.steps, 512)))
-        for way in chosen
-        if way in programs and way.attend and way.rows == args.rows and way.name != "no attention"
-    }
     if jax.default_backend() == "gpu":
         for way in [way for way in programs if way.name in ("present", "cuDNN")]:
             run = functools.partial(programs[way], traced[way][1])
@@ -194,7 +229,7 @@ def main() -> None:
     console.print(report["differences"])
     for name, found in report.get("kernels", {}).items():
         table = Table("kernel", "ms", "calls", title=f"{name}: {sum(k['ms'] for k in found or []):.2f} ms")
-        for k in (found or [])[:40]:
+        for k in (found or [])[:20]:
             table.add_row(k["kernel"][:90], f"{k['ms']:.3f}", f"{k['calls']:.1f}")
         console.print(table)
     if args.out:

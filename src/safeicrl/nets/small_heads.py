@@ -3,10 +3,14 @@
 The paper's heads have 8 dimensions. cuDNN pads them to 64, so seven eighths of its work is for nothing. Here they
 are padded to 16, the least that a tensor core takes. Trials in a row follow one another, so everything a token may
 not see (other trials, tokens older than the window) lies before one position, the token's `first`. Whole blocks
-before it are skipped.
+before it are skipped, and blocks in which every query sees every key have no mask.
 
 The usual three kernels of flash attention: the output with the logarithm of each token's normaliser, then the
 gradients, by blocks of queries (dq) and by blocks of keys (dk, dv). Scores are in base 2, the GPU's exponential.
+
+The kernels' time goes into the work per score, not into matrix products, so these do what they can of it. The
+padding has room: a column of ones beside the values sums the weights; a number beside the queries and a one beside
+the keys add that number to every score of the query. Heads of more than 13 dimensions have no such room.
 """
 
 import functools
@@ -20,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 LEAST = 16  # dimensions of a matrix product on a tensor core
+PARTS = 3  # bfloat16 numbers that together are as exact as one of float32
 HIDDEN = -1e30  # the score of what must not be seen; finite, so that no difference is NaN
 LOG2E = 1.4426950408889634
 
@@ -31,6 +36,7 @@ class Blocks:
     forward: int = 64  # queries and keys in one step of the output's kernel
     backward: int = 64  # the same of the gradients' kernels; divides `forward`
     warps: int = 4
+    stages: int = 3  # blocks on their way from memory at a time
 
     def __post_init__(self) -> None:
         if self.forward % self.backward:
@@ -40,12 +46,13 @@ class Blocks:
 DEFAULT = Blocks()
 
 
-def first_visible(trial: jax.Array, window: int) -> jax.Array:
-    """The first position that each token sees, its trial's begin or the window's. [row, time] → the same, int32"""
+def sight(trial: jax.Array, window: int) -> tuple[jax.Array, jax.Array]:
+    """The first position that each token sees, and the last that sees it. [row, time] → two of the same, int32"""
     at = jnp.arange(trial.shape[-1], dtype=jnp.int32)
-    begins = jnp.concatenate([jnp.ones_like(trial[:, :1], bool), trial[:, 1:] != trial[:, :-1]], -1)
-    begin = jax.lax.cummax(jnp.where(begins, at, 0), axis=1)
-    return jnp.maximum(begin, at - (window - 1))
+    change, border = trial[:, 1:] != trial[:, :-1], jnp.ones_like(trial[:, :1], bool)
+    begin = jax.lax.cummax(jnp.where(jnp.concatenate([border, change], -1), at, 0), axis=1)
+    end = jax.lax.cummin(jnp.where(jnp.concatenate([change, border], -1), at, len(at)), axis=1, reverse=True)
+    return jnp.maximum(begin, at - (window - 1)), jnp.minimum(end, at + (window - 1))
 
 
 def attend(
@@ -54,149 +61,213 @@ def attend(
     """As `attention.attend`; q, k, v: [row, time, head, dim] with dim at most 16."""
     steps, dim = q.shape[1], q.shape[-1]
     more = -steps % blocks.forward
-    # Padding sees padding; nobody else does.
-    first = jnp.pad(first_visible(trial, window), ((0, 0), (0, more)), constant_values=steps)
+    # The padding follows in the last trial: no token sees it, and it has no gradient.
+    seen = sight(jnp.pad(trial, ((0, 0), (0, more)), mode="edge"), window)
     scaled = q * (dim**-0.5 * LOG2E)
-    q, k, v = (jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, LEAST - dim))) for x in (scaled, k, v))
-    return _attend(q, k, v, first, blocks)[:, :steps, :, :dim]
+    q, k, v = (jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) for x in (scaled, k, v))
+    return _attend(q, k, v, seen, blocks)[:, :steps]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, blocks: Blocks) -> jax.Array:
-    return _attend_forward(q, k, v, first, blocks)[0]
+def _attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, seen: tuple[jax.Array, jax.Array], blocks: Blocks
+) -> jax.Array:
+    return _attend_forward(q, k, v, seen, blocks)[0]
 
 
 def _attend_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, blocks: Blocks
+    q: jax.Array, k: jax.Array, v: jax.Array, seen: tuple[jax.Array, jax.Array], blocks: Blocks
 ) -> tuple[jax.Array, Any]:
     rows, steps, heads, dim = q.shape
-    block, whole = _specs(steps, dim, blocks.forward)
+    block, whole = _specs(steps, blocks.forward)
+    wide_k, wide_v = _with_ones(k), _with_ones(v)
     out, normaliser = _call(
-        _output_kernel,
+        functools.partial(_output_kernel, dim),
         (rows, heads, steps // blocks.forward),
         blocks,
         in_specs=[block["vectors"], whole["vectors"], whole["vectors"], block["positions"]],
         out_specs=[block["vectors"], block["numbers"]],
-        out_shape=[_like(q), jax.ShapeDtypeStruct((rows, heads, steps), jnp.float32)],
-    )(q, k, v, first)
-    return out, (q, k, v, first, out, normaliser)
+        out_shape=[_like(wide_v), jax.ShapeDtypeStruct((rows, heads, steps), jnp.float32)],
+    )(_widen(q), wide_k, wide_v, seen[0])
+    out = out[..., :dim]
+    return out, (q, wide_k, wide_v, seen, out, normaliser)
 
 
 def _attend_backward(blocks: Blocks, saved: Any, d_out: jax.Array) -> tuple[jax.Array | None, ...]:
-    q, k, v, first, out, normaliser = saved
+    q, wide_k, wide_v, (first, last), out, normaliser = saved
     rows, steps, heads, dim = q.shape
-    block, whole = _specs(steps, dim, blocks.backward)
-    grid = (rows, heads, steps // blocks.backward)
+    block, whole = _specs(steps, blocks.backward)
+    call = functools.partial(_call, grid=(rows, heads, steps // blocks.backward), blocks=blocks)
     common = jnp.einsum("bthd,bthd->bht", d_out, out, preferred_element_type=jnp.float32)
-    mine, theirs = ([x["vectors"], x["numbers"], x["numbers"]] for x in (block, whole))
-    (d_q,) = _call(
+    wide_q, wide_d_out = _widen(q), _widen(d_out)
+    numbers: tuple[jax.Array, ...] = (normaliser, common)
+    if _has_room(dim):
+        wide_q, wide_d_out, numbers = _with_parts(q, -normaliser), _with_parts(d_out, -common), ()
+    mine, theirs = ([x["vectors"], *(x["numbers"] for _ in numbers)] for x in (block, whole))
+    (d_q,) = call(
         _query_kernel,
-        grid,
-        blocks,
         in_specs=[block["vectors"], whole["vectors"], whole["vectors"], block["positions"], *mine],
         out_specs=[block["vectors"]],
-        out_shape=[_like(q)],
-    )(q, k, v, first, d_out, normaliser, common)
-    # The last token that sees each position: `first` never falls.
-    at = jnp.arange(steps)
-    last = jax.vmap(lambda first: jnp.searchsorted(first, at, side="right") - 1)(first).astype(jnp.int32)
-    d_k, d_v = _call(
+        out_shape=[_like(wide_q)],
+    )(wide_q, wide_k, wide_v, first, wide_d_out, *numbers)
+    d_k, d_v = call(
         _key_kernel,
-        grid,
-        blocks,
         in_specs=[whole["vectors"], block["vectors"], block["vectors"], block["positions"], *theirs],
         out_specs=[block["vectors"], block["vectors"]],
-        out_shape=[_like(k), _like(v)],
-    )(q, k, v, last, d_out, normaliser, common)
-    return d_q, d_k, d_v, None
+        out_shape=[_like(wide_k), _like(wide_v)],
+    )(wide_q, wide_k, wide_v, last, wide_d_out, *numbers)
+    return d_q[..., :dim], d_k[..., :dim], d_v[..., :dim], None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _output_kernel(q_ref: Any, k_ref: Any, v_ref: Any, first_ref: Any, out_ref: Any, normaliser_ref: Any) -> None:
+# -- what the padding holds
+
+
+def _has_room(dim: int) -> bool:
+    """Whether the padding of a head holds a number."""
+    return dim + PARTS <= LEAST
+
+
+def _widen(x: jax.Array) -> jax.Array:
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, LEAST - x.shape[-1])))
+
+
+def _with_ones(x: jax.Array) -> jax.Array:
+    """Keys or values with as many ones as a number has parts, where there is room."""
+    if not _has_room(x.shape[-1]):
+        return _widen(x)
+    return _widen(jnp.concatenate([x, jnp.ones_like(x, shape=(*x.shape[:-1], PARTS))], -1))
+
+
+def _with_parts(x: jax.Array, number: jax.Array) -> jax.Array:
+    """Vectors [row, time, head, dim] with a number each, [row, head, time], cut into parts of their type."""
+    kind, rest, parts = jnp.finfo(x.dtype), jnp.swapaxes(number, 1, 2), []
+    for _ in range(PARTS):
+        # Not a cast there and back: XLA takes that for needless.
+        parts.append(jax.lax.reduce_precision(rest, kind.nexp, kind.nmant))
+        rest = rest - parts[-1]
+    return _widen(jnp.concatenate([x, jnp.stack(parts, -1).astype(x.dtype)], -1))
+
+
+# -- kernels
+
+
+def _output_kernel(
+    dim: int, q_ref: Any, k_ref: Any, v_ref: Any, first_ref: Any, out_ref: Any, normaliser_ref: Any
+) -> None:
     """The output of one block of queries, and the logarithm to base 2 of its normalisers."""
     q, first, at = q_ref[...], first_ref[...], _positions(q_ref)
 
-    def add(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def add(index: jax.Array, carry: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
         out, largest, total = carry
         keys = pl.ds(index * len(q), len(q))
-        scores = _scores(q, k_ref[keys, :], first, at, index * len(q))
-        # Of a block with nothing to see all weights are 1; the next block that has something shrinks them to 0.
+        scores = plgpu.dot(q, k_ref[keys, :].T)
+        if masked:
+            scores = _mask(scores, first, at, index)
         new = jnp.maximum(largest, scores.max(1))
-        weights, shrink = jnp.exp2(scores - new[:, None]), jnp.exp2(largest - new)
+        weights, shrink = _exp2(scores - new[:, None]), _exp2(largest - new)
         out = out * shrink[:, None] + plgpu.dot(weights.astype(q.dtype), v_ref[keys, :])
-        return out, new, total * shrink + weights.sum(1)
+        return out, new, total if _has_room(dim) else total * shrink + weights.sum(1)
 
     begin = (jnp.zeros(q.shape, jnp.float32), jnp.full(len(q), HIDDEN), jnp.zeros(len(q), jnp.float32))
-    out, largest, total = jax.lax.fori_loop(first.min() // len(q), pl.program_id(2) + 1, add, begin)
+    out, largest, total = _through_keys(add, begin, first)
+    if _has_room(dim):  # the values' first one has added up the weights
+        total = jnp.where(jnp.arange(LEAST)[None, :] == dim, out, 0.0).sum(1)
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
     normaliser_ref[...] = largest + jnp.log2(total)
 
 
-def _query_kernel(
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    first_ref: Any,
-    d_out_ref: Any,
-    normaliser_ref: Any,
-    common_ref: Any,
-    d_q_ref: Any,
-) -> None:
-    """The gradient of one block of queries."""
+def _query_kernel(q_ref: Any, k_ref: Any, v_ref: Any, first_ref: Any, d_out_ref: Any, *others: Any) -> None:
+    """The gradient of one block of queries; `others`: the normalisers and common parts unless padding has them."""
+    *numbers, d_q_ref = others
     q, first, at, d_out = q_ref[...], first_ref[...], _positions(q_ref), d_out_ref[...]
-    normaliser, common = normaliser_ref[...], common_ref[...]
+    less = [x[...][:, None] for x in numbers]
 
-    def add(index: jax.Array, d_q: jax.Array) -> jax.Array:
+    def add(index: jax.Array, d_q: jax.Array, masked: bool) -> jax.Array:
         keys = pl.ds(index * len(q), len(q))
         k = k_ref[keys, :]
-        weights = jnp.exp2(_scores(q, k, first, at, index * len(q)) - normaliser[:, None])
-        d_scores = weights * (plgpu.dot(d_out, v_ref[keys, :].T) - common[:, None])
-        return d_q + plgpu.dot(d_scores.astype(q.dtype), k)
+        scores, d_weights = _minus([plgpu.dot(q, k.T), plgpu.dot(d_out, v_ref[keys, :].T)], less)
+        if masked:
+            scores = _mask(scores, first, at, index)
+        return d_q + plgpu.dot((_exp2(scores) * d_weights).astype(q.dtype), k)
 
-    begin = jnp.zeros(q.shape, jnp.float32)
-    d_q = jax.lax.fori_loop(first.min() // len(q), pl.program_id(2) + 1, add, begin)
+    d_q = _through_keys(add, jnp.zeros(q.shape, jnp.float32), first)
     # q came scaled by log₂e, so that its scores are in base 2
     d_q_ref[...] = (d_q / LOG2E).astype(d_q_ref.dtype)
 
 
-def _key_kernel(
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    last_ref: Any,
-    d_out_ref: Any,
-    normaliser_ref: Any,
-    common_ref: Any,
-    d_k_ref: Any,
-    d_v_ref: Any,
-) -> None:
-    """The gradients of one block of keys and values."""
+def _key_kernel(q_ref: Any, k_ref: Any, v_ref: Any, last_ref: Any, d_out_ref: Any, *others: Any) -> None:
+    """The gradients of one block of keys and values; `others` begins as that of `_query_kernel`."""
+    *numbers, d_k_ref, d_v_ref = others
     k, v, last, at = k_ref[...], v_ref[...], last_ref[...], _positions(k_ref)
 
-    def add(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def add(index: jax.Array, carry: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
         d_k, d_v = carry
         queries = pl.ds(index * len(k), len(k))
         q, d_out = q_ref[queries, :], d_out_ref[queries, :]
-        asker = index * len(k) + jnp.arange(len(k))
-        seen = (asker[None, :] >= at[:, None]) & (asker[None, :] <= last[:, None])  # [key, query]
-        scores = jnp.where(seen, plgpu.dot(k, q.T), HIDDEN)
-        weights = jnp.exp2(scores - normaliser_ref[queries][None, :])
+        less = [x[queries][None, :] for x in numbers]
+        scores, d_weights = _minus([plgpu.dot(k, q.T), plgpu.dot(v, d_out.T)], less)  # [key, query]
+        if masked:
+            scores = _mask(scores, at, last, index)
+        weights = _exp2(scores)
         d_v = d_v + plgpu.dot(weights.astype(k.dtype), d_out)
-        d_scores = weights * (plgpu.dot(v, d_out.T) - common_ref[queries][None, :])
-        return d_k + plgpu.dot(d_scores.astype(k.dtype), q), d_v
+        return d_k + plgpu.dot((weights * d_weights).astype(k.dtype), q), d_v
 
-    zeros = jnp.zeros(k.shape, jnp.float32)
-    d_k, d_v = jax.lax.fori_loop(pl.program_id(2), last.max() // len(k) + 1, add, (zeros, zeros))
+    zeros, mine = jnp.zeros(k.shape, jnp.float32), pl.program_id(2)
+    # Queries from the next block on see all of these keys, up to the last one that sees the oldest key.
+    edge = jnp.maximum((last.min() + 1) // len(k), mine + 1)
+    end = last.max() // len(k) + 1
+    d_k, d_v = _through(add, (zeros, zeros), whole=(mine + 1, edge), edge=(edge, end))
     d_k_ref[...], d_v_ref[...] = (d_k / LOG2E).astype(d_k_ref.dtype), d_v.astype(d_v_ref.dtype)
 
 
-def _scores(q: jax.Array, k: jax.Array, first: jax.Array, at: jax.Array, begin: jax.Array) -> jax.Array:
-    """What the queries make of the keys from position `begin` on, [query, key]."""
-    key = begin + jnp.arange(len(k))
-    seen = (key[None, :] >= first[:, None]) & (key[None, :] <= at[:, None])
-    return jnp.where(seen, plgpu.dot(q, k.T), HIDDEN)
+def _through_keys(add: Callable, carry: Any, first: jax.Array) -> Any:
+    """`_through` the blocks of keys that this program's queries see."""
+    size, mine = len(first), pl.program_id(2)
+    # All queries see the keys from the largest `first` on.
+    edge = jnp.minimum((first.max() + size - 1) // size, mine)
+    return _through(add, carry, whole=(edge, mine), edge=(first.min() // size, edge))
+
+
+def _through(add: Callable, carry: Any, whole: tuple[Any, Any], edge: tuple[Any, Any]) -> Any:
+    """Add up blocks: this program's own and those from `edge[0]` to `edge[1]` with a mask, the `whole` without.
+
+    A program's own block comes first: every token sees itself, so no token is ever without a score.
+    """
+    mine = pl.program_id(2)
+
+    def masked(turn: jax.Array, carry: Any) -> Any:
+        return add(jnp.where(turn == 0, mine, edge[0] + turn - 1), carry, masked=True)
+
+    carry = jax.lax.fori_loop(0, 1 + edge[1] - edge[0], masked, carry)
+    return jax.lax.fori_loop(*whole, functools.partial(add, masked=False), carry)
+
+
+def _mask(scores: jax.Array, begin: jax.Array, end: jax.Array, index: jax.Array) -> jax.Array:
+    """Scores against the block `index`, hidden but from position `begin` to `end` of each line."""
+    other = index * scores.shape[1] + jnp.arange(scores.shape[1])[None, :]
+    return jnp.where((other >= begin[:, None]) & (other <= end[:, None]), scores, HIDDEN)
+
+
+def _minus(products: list[jax.Array], less: list[jax.Array]) -> list[jax.Array]:
+    """Scores less the normaliser, gradients less their common part; as they are where the padding did that."""
+    return [a - b for a, b in zip(products, less, strict=True)] if less else products
+
+
+def _exp2(x: jax.Array) -> jax.Array:
+    """One instruction, tiny results are 0; `jnp.exp2` needs more, for tiny results."""
+    if _interpreted():
+        return jnp.exp2(x)
+    (found,) = plgpu.elementwise_inline_asm(
+        "ex2.approx.ftz.f32 $0, $1;",
+        args=[x],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[_like(x)],
+    )
+    return found
 
 
 def _positions(block_ref: Any) -> jax.Array:
@@ -204,15 +275,15 @@ def _positions(block_ref: Any) -> jax.Array:
     return pl.program_id(2) * block_ref.shape[0] + jnp.arange(block_ref.shape[0])
 
 
-def _specs(steps: int, dim: int, block: int) -> tuple[dict[str, pl.BlockSpec], dict[str, pl.BlockSpec]]:
-    """What a program sees of arrays [row, time, head, dim], [row, head, time] and [row, time]: a block, and all."""
+def _specs(steps: int, block: int) -> tuple[dict[str, pl.BlockSpec], dict[str, pl.BlockSpec]]:
+    """What a program sees of arrays [row, time, head, 16], [row, head, time] and [row, time]: a block, and all."""
     mine = {
-        "vectors": pl.BlockSpec((None, block, None, dim), lambda row, head, i: (row, i, head, 0)),
+        "vectors": pl.BlockSpec((None, block, None, LEAST), lambda row, head, i: (row, i, head, 0)),
         "numbers": pl.BlockSpec((None, None, block), lambda row, head, i: (row, head, i)),
         "positions": pl.BlockSpec((None, block), lambda row, head, i: (row, i)),
     }
     whole = {
-        "vectors": pl.BlockSpec((None, steps, None, dim), lambda row, head, i: (row, 0, head, 0)),
+        "vectors": pl.BlockSpec((None, steps, None, LEAST), lambda row, head, i: (row, 0, head, 0)),
         "numbers": pl.BlockSpec((None, None, steps), lambda row, head, i: (row, head, 0)),
     }
     return mine, whole
@@ -222,11 +293,15 @@ def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
+def _interpreted() -> bool:
+    return jax.default_backend() == "cpu"  # for the tests
+
+
 def _call(kernel: Callable, grid: tuple[int, ...], blocks: Blocks, **specs: Any) -> Callable:
     return pl.pallas_call(
         kernel,
         grid=grid,
-        compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=2),
-        interpret=jax.default_backend() == "cpu",  # for the tests
+        compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+        interpret=_interpreted(),
         **specs,
     )
