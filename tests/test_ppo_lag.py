@@ -71,12 +71,9 @@ def test_continuous_actions_throw_as_far_as_the_limit_allows():
 
 def test_the_limit_decides_the_way_through_the_room():
     """A limit of ½ lets the policy take either way, as often as the other."""
-    config, limits = (
-        PPOLagConfig(iterations=120, learning_rate=3e-3, multiplier_rate=0.1, hidden=(32,)),
-        [0.0, 5.0, 0.5],
-    )
+    config = PPOLagConfig(iterations=120, learning_rate=3e-3, multiplier_rate=0.1, hidden=(32,))
     tasks = jax.tree.map(lambda x: jnp.stack([x] * 3), DETOUR)
-    learner, states, metrics = run(ROOM, config, tasks, limits)
+    learner, states, metrics = run(ROOM, config, tasks, [0.0, 5.0, 0.5])
     returns, costs = (metrics[name][-20:].mean(0) for name in ("return", "cost"))
     np.testing.assert_allclose(returns, [1.0, 1.0, 1.0], atol=0.03)
     np.testing.assert_allclose(costs[:2], [0.0, 1.0], atol=0.06)
