@@ -5,7 +5,7 @@ BIN := .venv/bin
 # What matters most, for the inner loop: the paper's equations, trials, tokens, cached attention, what users meet.
 QUICK := $(addprefix tests/test_, penalty.py returns.py trial.py spaces.py transformer.py policy.py imports.py errors.py \
   cli.py::test_mistakes_are_one_line) \
-  'tests/test_scared.py::test_the_good_arm_is_found_in_context_and_pulled_exactly_as_often_as_the_budget_allows[ppo]'
+  'tests/test_scared.py::test_real_valued_actions_and_costs[ppo]'
 
 .PHONY: demo test quick docs mutants lint format lock clean
 

@@ -8,9 +8,11 @@ anew whatever it cannot read.
 import functools
 import gc
 import importlib.metadata
+import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +63,21 @@ def share_context() -> None:
         from jax._src.interpreters import mlir
 
         mlir.make_ir_context = functools.cache(mlir.make_ir_context)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def remember_sources() -> None:
+    """Options have their help from the sources of classes, and Python parses the whole file for each of them."""
+    plain, known = inspect.findsource, {}
+
+    def find(thing: Any) -> tuple[list[str], int]:
+        if not inspect.isclass(thing):
+            return plain(thing)
+        if thing not in known:
+            known[thing] = plain(thing)
+        return known[thing]
+
+    inspect.findsource = find  # type: ignore[assignment]
 
 
 # Begun first, and the longest of them before the others, so that no worker is left with one of them at the end.

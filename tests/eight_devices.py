@@ -34,13 +34,12 @@ def runs(folder: Path) -> None:
         config = TrainConfig(iterations=iterations, seeds=seeds, chunk=2, evaluation=EVALUATION)
         train(TABLE, config, out=folder / name, resume=(folder / name).exists(), devices=count)
 
-    go("one", 4, 1)
-    go("eight", 4, 8, seeds=2)  # two groups of four
-    trainer.evaluate = lambda *_, **__: EMPTY  # the others need not be evaluated for each number of devices
-    go("four-one", 2, 4)
-    go("four-one", 4, 1)
-    go("one-four", 2, 1)
-    go("one-four", 4, 4)
+    go("one", 6, 1)
+    go("eight", 6, 8, seeds=2)  # two groups of four
+    trainer.evaluate = lambda *_, **__: EMPTY  # the other need not be evaluated for each number of devices
+    go("four-one-four", 2, 4)
+    go("four-one-four", 4, 1)
+    go("four-one-four", 6, 4)
 
 
 def minibatch() -> dict[str, bool]:

@@ -18,9 +18,9 @@ ROOM = SafeDarkRoom(size=4, obstacles=4, max_steps=7, episodes=2, train_budget=(
 ROWS, QUEUE, STEPS = 24, 4, 36
 
 
-def random_weights(module, *args, scale: float = 1.0, **kwargs):
+def random_weights(module, *args, scale: float = 1.0, seed: int = 0, **kwargs):
     """A network whose arrays are all random, biases and norms too; no program to compile for its own start."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     shapes = eqx.filter_eval_shape(module, *args, key=jax.random.key(0), **kwargs)
 
     def fill(x):

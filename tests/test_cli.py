@@ -1,5 +1,8 @@
 """The command line: what it prints and writes, and that no mistake ever shows a traceback."""
 
+import contextlib
+import functools
+import io
 import json
 import re
 import signal
@@ -219,11 +222,35 @@ def table_kind(monkeypatch):
     monkeypatch.setitem(catalogue.KINDS, "table", make)
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@functools.cache
+def trained(run: Path, *options: str) -> str:
+    """What training the table into a folder says; once for all tests that only read the run."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert main(["train", "--preset", "table", *options, "--out", str(run)]) == 0
+    return said.getvalue()
+
+
+def two_seeds(runs: Path) -> tuple[Path, str]:
+    run = runs / "mine"
+    return run, trained(run, "--seed", "9", "--seeds", "2")
+
+
+def one_seed(runs: Path) -> Path:
+    """At a temperature of 1 the actions would be nearly uniform: the table's preferences are near 0."""
+    trained(runs / "cold", "--evaluation.temperature", "0.01")
+    return runs / "cold"
+
+
 @pytest.mark.usefixtures("table_kind")
-def test_every_seed_of_a_run_is_evaluated(tmp_path, capsys):
-    run = tmp_path / "mine"
-    assert main(["train", "--preset", "table", "--seed", "9", "--seeds", "2", "--out", str(run)]) == 0
-    assert f"safeicrl evaluate {run}" in capsys.readouterr().out
+def test_every_seed_of_a_run_is_evaluated(runs, tmp_path, capsys):
+    run, said = two_seeds(runs)
+    assert f"safeicrl evaluate {run}" in said
     out = tmp_path / "results" / "both.npz"
     assert main(["evaluate", str(run), "--tasks", "20", "--greedy", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
@@ -243,10 +270,8 @@ def test_every_seed_of_a_run_is_evaluated(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("table_kind")
-def test_a_policy_acts_as_in_the_evaluation_that_chose_it(tmp_path, capsys):
-    run, results = tmp_path / "run", tmp_path / "results"
-    # the table's preferences are near 0: at a temperature of 1 its actions are nearly uniform
-    assert main(["train", "--preset", "table", "--evaluation.temperature", "0.01", "--out", str(run)]) == 0
+def test_a_policy_acts_as_in_the_evaluation_that_chose_it(runs, tmp_path, capsys):
+    run, results = one_seed(runs), tmp_path / "results"
     kept = load_results(run / "best-seed0-evaluation")
     for options, actions in (
         ("", "sampled, temperature 0.01"),
@@ -264,15 +289,14 @@ def test_a_policy_acts_as_in_the_evaluation_that_chose_it(tmp_path, capsys):
     assert load_policy(run).card["actions"] == "sampled, temperature 0.01"
 
 
-def test_what_chose_a_runs_best_policies_is_drawn_and_compared_like_any_results(tmp_path, capsys):
-    run, figures = tmp_path / "run", tmp_path / "figures"
-    assert main(["train", "--preset", "table", "--seeds", "2", "--out", str(run)]) == 0
-    kept = sorted(str(path) for path in run.glob("*.npz"))
-    assert [Path(path).name for path in kept] == ["best-seed0-evaluation.npz", "best-seed1-evaluation.npz"]
+def test_what_chose_a_runs_best_policies_is_drawn_and_compared_like_any_results(runs, tmp_path, capsys):
+    (run, _), figures = two_seeds(runs), tmp_path / "figures"
+    kept = [str(run / f"best-seed{seed}-evaluation.npz") for seed in (9, 10)]
+    assert sorted(str(path) for path in run.glob("*.npz")) == sorted(kept)
     assert len(group([load_results(path) for path in kept])) == 1  # seeds of one agent
     assert main(["plot", *kept, "--out", str(figures)]) == 0
     assert (figures / "episodes.png").stat().st_size > 5000
-    assert list(catalogue.run_policies(run)) == [0, 1]
+    assert list(catalogue.run_policies(run)) == [9, 10]
     lines = {}
     for name in ("planner", "random"):
         lines[name] = str(tmp_path / name)
@@ -280,13 +304,12 @@ def test_what_chose_a_runs_best_policies_is_drawn_and_compared_like_any_results(
         assert main(["evaluate", "--agent", name, *room.split(), "--out", lines[name]]) == 0
     capsys.readouterr()
     assert main(["compare", *kept, "--upper", lines["planner"], "--lower", lines["random"]]) == 0
-    assert capsys.readouterr().out.count("run, in training") == 2
+    assert capsys.readouterr().out.count("mine, in training") == 2
 
 
 @pytest.mark.usefixtures("table_kind")
-def test_beyond_its_training_a_policy_is_evaluated_with_a_warning(tmp_path, capsys):
-    run = tmp_path / "run"
-    assert main(["train", "--preset", "table", "--out", str(run)]) == 0
+def test_beyond_its_training_a_policy_is_evaluated_with_a_warning(runs, capsys):
+    run = one_seed(runs)
     for options, warned in (
         ("", ()),
         (

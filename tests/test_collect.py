@@ -17,9 +17,10 @@ from safeicrl.histories.store import ARRAYS, TERMINATED, TRUNCATED, open_histori
 from safeicrl.optimisers.lagrangian import PPOLagConfig
 
 ROOM = SafeDarkRoom(size=3, obstacles=2, max_steps=5)
+SMALL = {"envs": 3, "steps": 4, "minibatches": 1, "epochs": 1, "hidden": (8,)}
 TINY = CollectConfig(
     tasks=2, limits=(0.0, 2.0), steps=200, group=2,
-    learner=PPOLagConfig(envs=3, steps=4, minibatches=1, epochs=1, hidden=(8,)),
+    learner=dataclasses.replace(default_config(ROOM).learner, **SMALL),  # as the command line has it
 )  # fmt: skip
 
 
@@ -164,11 +165,12 @@ def test_settings_that_cannot_be(changes, message):
 
 def test_the_command_line(tmp_path, capsys):
     room = ["--env-args", "size=3", "obstacles=2", "max_steps=5"]
-    small = ["--tasks", "1", "--limits", "0", "2", "--steps", "100", "--learner.envs", "2", "--learner.steps", "8"]
+    small = ["--tasks", "1", "--limits", "0", "2", "--steps", "200", "--group", "2", "--learner.hidden", "8"]
+    small += [f"--learner.{name}={value}" for name, value in SMALL.items() if name != "hidden"]  # TINY's program
     out = ["--out", str(tmp_path / "h")]
     assert main(["collect", *room, *small, *out]) == 0
     said = capsys.readouterr().out
-    assert "2 histories, 200 steps" in said
+    assert "2 histories, 400 steps" in said
     assert "middle" in said
     assert main(["collect", *room, *small, *out]) == 0
     assert "2 of 2 histories already" in capsys.readouterr().out

@@ -339,5 +339,5 @@ def test_with_a_fallback_no_episode_of_unit_costs_is_over_budget_if_it_is_safe()
 
 @pytest.mark.parametrize("fallback", [5, -1, 0.5, "stay", [0, 1]])
 def test_a_fallback_that_is_no_action_is_refused(fallback):
-    with pytest.raises(UserError, match="action must be an integer from 0 to 4"):
+    with pytest.raises(UserError, match=r"^fallback: action must be an integer from 0 to 4"):
         still().start(budget=1, fallback=fallback)

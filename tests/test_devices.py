@@ -45,7 +45,7 @@ def state(folder: Path) -> dict[str, np.ndarray]:
     return checkpoint.read(folder / "checkpoint.safetensors", kind="checkpoint")[0]
 
 
-@pytest.mark.parametrize("name", ["eight", "four-one", "one-four"])
+@pytest.mark.parametrize("name", ["eight", "four-one-four"])
 def test_a_run_does_not_depend_on_the_number_of_devices(eight, name):
     ours, alone = state(eight / name), state(eight / "one")
     assert ours.keys() == alone.keys()
@@ -53,7 +53,7 @@ def test_a_run_does_not_depend_on_the_number_of_devices(eight, name):
         mine = ours[array][0] if name == "eight" else ours[array]  # which has a second seed
         assert mine.shape == values.shape
         np.testing.assert_allclose(mine, values, rtol=1e-5, atol=1e-6)
-    assert alone["step"] == 4
+    assert alone["step"] == 6
 
 
 def test_an_evaluation_does_not_depend_on_the_devices_even_if_its_rows_cannot_be_divided(eight):

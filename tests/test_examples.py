@@ -1,7 +1,6 @@
 """The examples that need nothing extra run as they are."""
 
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,11 +13,6 @@ from safeicrl.envs import registry
 from safeicrl.trial import run_trials, sample_queue
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-
-
-def run(script: str, *arguments: object) -> str:
-    command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def test_a_custom_environment_takes_at_most_60_lines_and_fits_its_learner(monkeypatch):
@@ -44,6 +38,9 @@ def test_a_custom_environment_takes_at_most_60_lines_and_fits_its_learner(monkey
     assert metrics["over_budget_by_bin"].shape == (5,)
 
 
-def test_proposition_1_draws_its_figure(tmp_path):
-    assert "0.4721" in run("proposition_1.py", "--out", tmp_path / "figure.svg")
+def test_proposition_1_draws_its_figure(tmp_path, monkeypatch, capsys):
+    script = str(EXAMPLES / "proposition_1.py")
+    monkeypatch.setattr(sys, "argv", [script, "--out", str(tmp_path / "figure.svg")])
+    runpy.run_path(script, run_name="__main__")
+    assert "0.4721" in capsys.readouterr().out
     assert (tmp_path / "figure.svg").read_text().startswith("<?xml")

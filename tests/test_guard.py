@@ -419,6 +419,7 @@ def test_a_policy_without_a_guard_has_no_risk():
 
 def test_evaluate_takes_a_risk_or_switches_the_guard_off(guarded, tmp_path, capsys):
     assert main(["evaluate", str(guarded), "--tasks", "4", "--risk", "0.01", "--out", str(tmp_path / "found")]) == 0
+    assert "guard risk 0.01" in capsys.readouterr().out
     found = load_results(tmp_path / "found")
     assert found.meta["guard"] == "risk 0.01"
     assert 0 < found.meta["guard_stepped_in"] < 1

@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import matplotlib.image
 import numpy as np
@@ -195,22 +196,22 @@ def test_training_curves_run_over_env_steps():
     assert len(plots.training([("run", log(3), "")]).axes[0].lines) == 3 + 2
 
 
-@pytest.mark.parametrize("extension", ["png", "svg"])
-def test_files_become_figures(tmp_path, extension):
+def test_files_become_figures(tmp_path):
     save_results(results("a"), tmp_path / "a")
     save_results(results("b"), tmp_path / "b")
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log(2)))
     (run / "config.json").write_text('{"command": "safeicrl train"}')
-    files = draw_all([tmp_path / "a.npz", tmp_path / "b.json", run], tmp_path / "figures", extension)
-    assert [file.name for file in files] == [
-        f"{name}.{extension}" for name in ("episodes", "budgets", "over-budget", "profiles", "training")
-    ]
+    files = draw_all([tmp_path / "a.npz", tmp_path / "b.json", run], tmp_path / "figures", "png")
+    names = ("episodes", "budgets", "over-budget", "profiles", "training")
+    assert [file.name for file in files] == [f"{name}.png" for name in names]
     for file in files:
         assert file.stat().st_size > 5000
-        if extension == "png":
-            assert matplotlib.image.imread(file).std() > 0.01, "blank"
+        assert matplotlib.image.imread(file).std() > 0.01, "blank"
+    [curves] = draw_all([run], tmp_path / "figures", "svg")
+    assert curves.name == "training.svg"
+    assert "<svg" in curves.read_text()[:1000]
 
 
 def test_nothing_to_draw(tmp_path):
@@ -354,11 +355,17 @@ def test_a_film_shows_the_first_and_the_last_episode():
 
 
 def test_reading_and_drawing_never_load_jax(tmp_path):
+    """Neither results nor a page of the report; in one process, which takes seconds to start."""
     save_results(results("a"), tmp_path / "a")
+    stored = Path(__file__).parent.parent / "results"
     code = (
         "import sys; from pathlib import Path; import safeicrl.show.films;"
         "from safeicrl.evaluation.tables import draw_all;"
-        f"draw_all([Path({str(tmp_path / 'a.npz')!r})], Path({str(tmp_path)!r})); sys.exit('jax' in sys.modules)"
+        f"draw_all([Path({str(tmp_path / 'a.npz')!r})], Path({str(tmp_path)!r})); assert 'jax' not in sys.modules;"
+        "from safeicrl.show.report.reproduce import build;"
+        f"build('safe-ad-eps', root=Path({str(stored)!r}), about=[], out=Path({str(tmp_path / 'page')!r}));"
+        "assert 'jax' not in sys.modules"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    subprocess.run([sys.executable, "-c", code], check=True)
     assert (tmp_path / "episodes.png").exists()
+    assert (tmp_path / "page" / "index.html").exists()

@@ -268,11 +268,11 @@ def load_table():
         (-1, {}, "budget must be a finite number ≥ 0, got -1"),
         (float("nan"), {}, "budget must be a finite number"),
         ("3", {}, "budget must be a number"),
+        ([], {}, r"budget must be a number ≥ 0, got \[\]"),
         ([[1, 2]], {}, "a number or a list of numbers"),
         ([1, 2], {"batch": 3}, "2 budgets were given for a batch of 3"),
         (1, {"batch": 0}, "batch must be"),
         (1, {"seed": -1}, "seed must be"),
-        ([], {}, "batch must be"),
     ],
 )
 def test_bad_starts(budget, more, words):

@@ -2,8 +2,6 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -294,15 +292,6 @@ def test_one_rule_chooses_the_temperature(tmp_path):
         ["0.5", "4", "6", "0.00%", "chosen"],
         ["1", "4", "9", "50.00%", ""],
     ]
-
-
-def test_drawing_stored_results_does_not_import_jax(tmp_path):
-    code = (
-        "import sys\nfrom pathlib import Path\nfrom safeicrl.show.report.reproduce import build\n"
-        f"build('safe-ad-eps', root=Path({str(STORED)!r}), about=[], out=Path(sys.argv[1]))\n"
-        "assert 'jax' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
 
 
 def test_every_claim_has_a_verdict_and_a_panel():

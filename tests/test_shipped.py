@@ -17,7 +17,7 @@ from safeicrl.policies.policy import load_policy
 from safeicrl.trial import Episodes, episode_sums, run_trials
 
 RESULTS = Path(__file__).parents[1] / "results"
-ROWS, EPISODES = 8, 2
+ROWS, EPISODES = 4, 2
 
 
 def replay(env: Env, agent: Agent, stored: Results) -> Episodes:

@@ -1,6 +1,5 @@
 """In-context learning emerges: a smaller `safeicrl train --preset darkroom-small`, judged by its own evaluation."""
 
-import functools
 import io
 
 import jax
@@ -30,7 +29,10 @@ CONFIG = ScaredConfig(
 
 
 def test_the_frozen_policy_finds_new_goals_and_remembers_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=OPTIMISED))
+    plain = jax.jit
+    # training alone runs longer than it compiles
+    options = lambda function: {"compiler_options": OPTIMISED} if function.__name__ == "chunk" else {}  # noqa: E731
+    monkeypatch.setattr(jax, "jit", lambda function, **given: plain(function, **options(function), **given))
     algorithm = Scared(ROOM, CONFIG)
     settings = TrainConfig(evaluation=EvalConfig(every=0, tasks=300, segments=1))
     trained = train(algorithm, settings, out=tmp_path / "run", console=Console(file=io.StringIO()))

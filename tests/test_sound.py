@@ -109,7 +109,7 @@ class Idle:
 
 def test_scared_reports_what_it_played():
     room = Casino()
-    algorithm = Scared(room, ScaredConfig(rows=64, net=NetConfig(width=8, layers=1, heads=1)))
+    algorithm = Scared(room, ScaredConfig(rows=64, segments=1, net=NetConfig(width=8, layers=1, heads=1)))
     play, algorithm.optimiser, key = algorithm.play, Idle(), jax.random.key(0)
     state = ScaredState(optimiser=None, multiplier=jnp.float32(0), iteration=jnp.int32(0), key=key)
 

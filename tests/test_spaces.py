@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from safeicrl.envs.api import EnvSpec
 from safeicrl.envs.spaces import Box, Discrete, Grid
 from safeicrl.errors import UserError
 
@@ -67,3 +68,44 @@ def test_cells_are_numbered_row_by_row():
 def test_what_fits_in_a_byte():
     spaces = (Discrete(256), Discrete(257), Grid((256, 2)), Grid((2, 257)), Box(1, 0.0, 1.0))
     assert [space.fits_byte for space in spaces] == [True, False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Discrete(0), "number of actions must be an integer ≥ 1, got 0"),
+        (lambda: Grid(()), "number of coordinates must be an integer ≥ 1, got 0"),
+        (lambda: Grid((3, 0)), "size of a grid must be an integer ≥ 1, got 0"),
+        (lambda: Box(0), "size of a box must be an integer ≥ 1, got 0"),
+        (lambda: Box(1, 2.0, 1.0), "low must not be above its high, got 2.0 and 1.0"),
+        (lambda: Box(1, np.nan, 1.0), "low must not be above its high, got nan and 1.0"),
+    ],
+)
+def test_a_space_of_nothing_is_refused(make, words):
+    with pytest.raises(UserError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("max_steps", 0, "max_steps must be an integer ≥ 1, got 0"),
+        ("max_steps", -2, "max_steps must be an integer ≥ 1, got -2"),
+        ("episodes", 1.5, "episodes must be an integer ≥ 1, got 1.5"),
+        ("task_features", -1, "task_features must be an integer ≥ 0, got -1"),
+        ("train_budget", (3.0, 1.0), "train_budget of cost must rise, got 3 to 1"),
+        ("train_budget", 3.0, "train_budget of cost must be two numbers, got 3.0"),
+        ("test_budget", (-1.0, 1.0), "test_budget of cost must be a finite number ≥ 0"),
+        ("cost_unit", -1.0, "cost_unit must be a finite number ≥ 0"),
+        ("max_cost", -1.0, "max_cost must be a finite number > 0"),
+        ("max_cost", np.nan, "max_cost must be a finite number > 0"),
+    ],
+)
+def test_a_spec_that_cannot_be_is_refused(field, value, words):
+    good = {
+        "observation": CELL, "action": ARM, "max_steps": 2, "episodes": 2, "train_budget": (0.0, 1.0),
+        "test_budget": (0.0, 1.0), "cost_unit": 1.0, "task_features": 0,
+    }  # fmt: skip
+    EnvSpec(**good)
+    with pytest.raises(UserError, match=words):
+        EnvSpec(**good | {field: value})

@@ -30,7 +30,7 @@ VARIANT = dataclasses.replace(ROOM, max_steps=7, train_budget=(0.0, 5.0))  # a v
 
 def learner(optimiser: str = "ppo", **net) -> Scared:
     config = ScaredConfig(
-        rows=4, net=dataclasses.replace(NET, **net), optimiser=optimiser, ppo=PPOConfig(minibatch=4),
+        rows=4, segments=1, net=dataclasses.replace(NET, **net), optimiser=optimiser, ppo=PPOConfig(minibatch=4),
         ddpg=DDPGConfig(capacity=8, batch=4),
     )  # fmt: skip
     return Scared(VARIANT, config)

@@ -152,7 +152,7 @@ class Watched:
 
 def test_the_optimiser_gets_the_new_multiplier_whose_step_grows_over_the_run():
     penalty = PenaltyConfig(step=0.0, final_step=0.5, initial=1.0)
-    algorithm = Scared(Casino(), ScaredConfig(rows=64, iterations=10, net=TINY, penalty=penalty))
+    algorithm = Scared(Casino(), ScaredConfig(rows=64, segments=1, iterations=10, net=TINY, penalty=penalty))
     algorithm.optimiser = Watched()
 
     @jax.jit

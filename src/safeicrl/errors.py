@@ -60,7 +60,7 @@ def check_budget(budget: object) -> np.ndarray:
     except (TypeError, ValueError):
         raise UserError(f"budget must be a number ≥ 0, got {budget!r}") from None
     # A string like "3" would convert to float silently, and nobody means a bool.
-    if np.asarray(budget).dtype.kind not in "iuf":
+    if np.asarray(budget).dtype.kind not in "iuf" or not values.size:
         raise UserError(f"budget must be a number ≥ 0, got {budget!r}")
     bad = values[~(np.isfinite(values) & (values >= 0))]
     if bad.size:

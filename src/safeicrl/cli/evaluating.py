@@ -64,7 +64,8 @@ def evaluate(args: list[str]) -> None:
             label=asked.label or who.label,
         )  # fmt: skip
         results[name], meta = result, result.meta
-        print(f"{name}: actions {meta['actions']}, context {meta['context']}, {meta['seconds']:.1f} s")
+        guard = f", guard {meta['guard']}" if "guard" in meta else ""
+        print(f"{name}: actions {meta['actions']}, context {meta['context']}{guard}, {meta['seconds']:.1f} s")
         if "adaptation" in meta:
             print(_spending(meta["adaptation"]))
         if name in outs:  # after each seed, so that an interrupt costs one seed only

@@ -23,7 +23,7 @@ import numpy as np
 
 from safeicrl.budgets import Range, Ranges, check_costs, ranges_of
 from safeicrl.envs.spaces import Box, Discrete, Grid
-from safeicrl.errors import UserError, check_integer
+from safeicrl.errors import UserError, check_integer, check_number
 
 Key = jax.Array
 PyTree = Any
@@ -58,11 +58,15 @@ class EnvSpec:
     costs: tuple[str, ...] = ("cost",)  # names of the costs; each has a budget of its own
 
     def __post_init__(self) -> None:
+        for name, least in (("max_steps", 1), ("episodes", 1), ("task_features", 0)):
+            check_integer(name, getattr(self, name), least)
         check_integer("steps of an episode · episodes of a trial", self.max_steps * self.episodes, 1)
+        check_number("cost_unit", self.cost_unit, 0.0)
+        if self.max_cost != math.inf:
+            check_number("max_cost", self.max_cost, 0.0, strict=True)
         check_costs(self.costs)
-        if self.several:
-            for name in ("train_budget", "test_budget"):
-                ranges_of(getattr(self, name), self.costs, name)
+        for name in ("train_budget", "test_budget"):
+            ranges_of(getattr(self, name), self.costs, name)
 
     @property
     def several(self) -> bool:

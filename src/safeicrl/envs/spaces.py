@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from safeicrl.errors import UserError
+from safeicrl.errors import UserError, check_integer
 
 
 def _as_array(value: object) -> np.ndarray:
@@ -33,6 +33,9 @@ class Discrete:
 
     shape: ClassVar[tuple[int, ...]] = ()
     dtype: ClassVar[Any] = jnp.int32
+
+    def __post_init__(self) -> None:
+        check_integer("number of actions", self.n, 1)
 
     @property
     def encoded_size(self) -> int:
@@ -79,6 +82,11 @@ class Grid:
     sizes: tuple[int, ...]
 
     dtype: ClassVar[Any] = jnp.int32
+
+    def __post_init__(self) -> None:
+        check_integer("number of coordinates", len(self.sizes), 1)
+        for size in self.sizes:
+            check_integer("size of a grid", size, 1)
 
     @property
     def size(self) -> int:
@@ -135,6 +143,11 @@ class Box:
 
     dtype: ClassVar[Any] = jnp.float32
     fits_byte: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_integer("size of a box", self.size, 1)
+        if not self.low <= self.high:
+            raise UserError(f"a box's low must not be above its high, got {self.low} and {self.high}")
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -116,8 +116,9 @@ def over_budget(groups: Groups, bins: int | None = None) -> Figure:
         binned = [_binned(result, s.mean(axis=1), parts) for result, s in zip(seeds, shares, strict=True)]
         mean, error = _band(binned)
         by_delta.append((label, colour, _draw(axes[1], _centres(seeds[0], parts), mean, error, colour, style)))
-    for axis, lines, label in ((axes[0], by_index, "episode"), (axes[1], by_delta, _budget_label(groups))):
-        axis.set(title="share of episodes over budget", xlabel=label)
+    axes[0].set(title="share over budget of each episode", xlabel="episode", xlim=(1, None))
+    axes[1].set(title="share of all episodes over budget", xlabel=_budget_label(groups))
+    for axis, lines in zip(axes, (by_index, by_delta), strict=True):
         axis.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(xmax=1))
         axis.set_ylim(bottom=0)
         _label_lines(axis, lines)
@@ -389,6 +390,7 @@ def _say_how(figure: Figure, groups: Groups) -> None:
         what += [f"{often} budgets each (bands by budget: within tasks)"] if often > 1 else []
         what += [f"{len(seeds)} seeds"] if len(seeds) > 1 else []
         what += [f"actions {actions}"] if (actions := seeds[0].meta.get("actions")) else []
+        what += [f"guard {guard}"] if (guard := seeds[0].meta.get("guard")) else []
         what += [engine] if (engine := seeds[0].meta.get("approximation")) else []
         parts.append(f"{label}: {', '.join(what)}")
     commands = dict.fromkeys(str(seeds[0].meta.get("command", "")) for seeds in groups.values())

@@ -73,6 +73,8 @@ FIELDS: dict[str, tuple[type, type, str]] = {
 def read_card(path: Path) -> dict[str, Any]:
     """The card beside a released policy's `path`."""
     file = path.with_suffix(".json")
+    if not file.exists():
+        raise UserError(f"{path} is not a policy: no policy card at {file}")
     card = read_json(file, "policy card")
     if not isinstance(card, dict) or not {"kind", "env", "format"} <= card.keys():
         raise UserError(f"{file} is not a policy card: it needs 'kind', 'env' and 'format'")

@@ -139,7 +139,7 @@ class Policy:
         rows = check_integer("batch", count if batch is None else batch, 1, MOST_ROWS)
         budgets = budget_per_row(budgets, rows, self.env.spec)
         key = jax.random.key(check_seed(seed))
-        stand_in = None if fallback is None else self.env.spec.action.check_action(fallback)
+        stand_in = None if fallback is None else self._check_fallback(fallback)
         self.warn_beyond(budgets=budgets)
         with self._alone():
             self._trial = RunningTrial(
@@ -214,6 +214,12 @@ class Policy:
         if self._trial is None:
             raise UserError(f"{call} was called before start: begin with policy.start(budget=...)")
         return self._trial
+
+    def _check_fallback(self, action: Any) -> np.ndarray:
+        try:
+            return self.env.spec.action.check_action(action)
+        except UserError as error:
+            raise UserError(f"fallback: {error}") from None
 
     def _stop(self, trial: RunningTrial, fallback: np.ndarray) -> None:
         """Replace the actions of the rows that have nothing left to spend, and count them."""
