@@ -64,6 +64,8 @@ def open_ready(browser: Browser, address: str) -> None:
 def draw_a_room(browser: Browser) -> None:
     """Obstacles around the start, two by mouse and two by keyboard, and the goal in the corner."""
     browser.click("#clear")
+    browser.focus(CELL.format(4, 4))
+    browser.press("g")  # the goal of a random room may be where an obstacle is to be
     browser.click(CELL.format(2, 1))
     browser.click(CELL.format(1, 2))
     browser.focus(CELL.format(2, 2))
