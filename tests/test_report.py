@@ -278,6 +278,10 @@ def test_past_k_is_shown_by_blocks_of_k(tmp_path):
     ]
     curve, k, full, *others = drawing.figure.axes[0].lines  # two curves, K for each, one context that fills up
     assert (len(curve.get_xdata()), k.get_xdata()[0], full.get_xdata()[0], len(others)) == (4, 2, 3.0, 2)
+    # At the small scales the policy is evaluated, too; its card is where the file was.
+    stored(tmp_path, "beyond/safe-dark-room", costs=costs, returns=np.ones((4, 4)))
+    _, table = part.show(find(part, tmp_path))
+    assert table.rows[0] == ["SCARED", "4", "2", "1 → 1", "2.25 → 0.25", "12.50% → 0.00%"]
 
 
 def test_one_rule_chooses_the_temperature(tmp_path):

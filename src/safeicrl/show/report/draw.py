@@ -358,7 +358,9 @@ def calibration(found: Found) -> list[Shown]:
 @mpl.rc_context(STYLE)
 def beyond(found: Found, *, table_only: tuple[str, ...] = ()) -> list[Shown]:
     """Return and share over budget by episode, past the K of training, and their means by blocks of K episodes."""
-    played = {label: _played_on(files[0].value) for label, files in found.files.items()}
+    # An evaluation has a card of the same name as a file of bench/beyond.py.
+    evaluated = found.groups()
+    played = {label: _played_on(evaluated.get(label, [found.value(label)])[0]) for label in found.files}
     drawn = {label: own for label, own in played.items() if label not in table_only} or played
     figure = Figure(figsize=(8.4, 2.8))
     axes = figure.subplots(1, 2)
