@@ -9,7 +9,7 @@ QUICK := $(addprefix tests/test_, penalty.py returns.py trial.py spaces.py trans
 
 .PHONY: demo test quick docs mutants lint format lock clean
 
-demo: .venv/ready  ## what the library does, in under two minutes
+demo: .venv/ready  ## what the library does, in half a minute
 	$(BIN)/safeicrl demo
 
 test: .venv/ready lint  ## everything the continuous integration checks; a file of tests stays in one process

@@ -50,7 +50,7 @@ os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 
 @pytest.fixture(scope="module", autouse=True)
 def collect_garbage() -> Iterator[None]:
-    """Once per file of tests, and what is still in use then is never looked at again."""
+    """Collect once per file of tests, then leave what is still in use out of later collections."""
     yield
     gc.collect()
     gc.freeze()
@@ -58,7 +58,7 @@ def collect_garbage() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def share_context() -> None:
-    """JAX makes an MLIR context for every program. That is a fifth of a small one's time; there are thousands."""
+    """Share one MLIR context: JAX makes one per program, a fifth of the time that a small program takes."""
     if KNOWN:
         from jax._src.interpreters import mlir
 
@@ -67,7 +67,7 @@ def share_context() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def remember_sources() -> None:
-    """Options have their help from the sources of classes, and Python parses the whole file for each of them."""
+    """Keep the sources of classes. Options have their help from them, and Python parses a whole file for each."""
     plain, known = inspect.findsource, {}
 
     def find(thing: Any) -> tuple[list[str], int]:
@@ -80,7 +80,7 @@ def remember_sources() -> None:
     inspect.findsource = find  # type: ignore[assignment]
 
 
-# Begun first, and the longest of them before the others, so that no worker is left with one of them at the end.
+# The slowest files, slowest first: no worker should be left with one of them at the end.
 LONGEST = (
     "scared", "worlds", "safe_ad", "ppo_lag", "guard", "small_room", "safe_meta", "costs", "shipped", "recipes",
     "sweep", "devices", "cli", "maml", "reference", "transformer", "policy", "trial", "mujoco_physics", "fuzz",

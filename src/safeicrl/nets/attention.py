@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from safeicrl.machine.devices import divided, over_rows
 
-SMALL = 16  # dimensions of the largest head that our own kernels take
+SMALL = 16  # dimensions of the largest head for our own kernels, small_heads.LEAST
 CHUNK = 64  # tokens in a query block on the CPU: block-causal halves the work of a full square ...
 WIDE_CHUNK = 512  # ... on an accelerator that hardly matters, and every block takes time to compile
 SEPARATION = 40.0  # logits added within a trial; e^−40 of the weight leaks between trials

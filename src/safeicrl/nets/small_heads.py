@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-LEAST = 16  # dimensions of a matrix product on a tensor core
+LEAST = 16  # smallest inner dimension of a tensor core's matrix product: heads are padded to it
 PARTS = 3  # bfloat16 numbers that together are as exact as one of float32
 HIDDEN = -1e30  # the score of what must not be seen; finite, so that no difference is NaN
 LOG2E = 1.4426950408889634
@@ -246,18 +246,18 @@ def _through(add: Callable, carry: Any, whole: tuple[Any, Any], edge: tuple[Any,
 
 
 def _mask(scores: jax.Array, begin: jax.Array, end: jax.Array, index: jax.Array) -> jax.Array:
-    """Scores against the block `index`, hidden but from position `begin` to `end` of each line."""
+    """Hide the scores of each line outside of the positions `begin` to `end`; `index` is the other side's block."""
     other = index * scores.shape[1] + jnp.arange(scores.shape[1])[None, :]
     return jnp.where((other >= begin[:, None]) & (other <= end[:, None]), scores, HIDDEN)
 
 
 def _minus(products: list[jax.Array], less: list[jax.Array]) -> list[jax.Array]:
-    """Scores less the normaliser, gradients less their common part; as they are where the padding did that."""
+    """Subtract the normaliser and the common part, unless the padding has already done so."""
     return [a - b for a, b in zip(products, less, strict=True)] if less else products
 
 
 def _exp2(x: jax.Array) -> jax.Array:
-    """One instruction, tiny results are 0; `jnp.exp2` needs more, for tiny results."""
+    """2^x in one instruction, tiny results rounded to 0; `jnp.exp2` spends more instructions on these."""
     if _interpreted():
         return jnp.exp2(x)
     (found,) = plgpu.elementwise_inline_asm(

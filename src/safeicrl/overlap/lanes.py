@@ -14,7 +14,7 @@ import itertools
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -68,7 +68,7 @@ class LanePrograms:
     def __init__(
         self, env: Env, agent: Agent, *, rows: int, queue: int, episodes: int, steps: int, segments: int
     ) -> None:
-        self.env: Any = env
+        self.env = cast(physics.Moved, env)
         arrays, self.static = eqx.partition(agent, is_array)
         self.rows, self.queue, self.episodes, self.steps = rows, queue, episodes, steps
         bounds = np.unique(np.linspace(0, steps, segments + 1).astype(int)).tolist()

@@ -47,8 +47,8 @@ def run(
         for contender, job in zip(field, playing, strict=True):
             results.append(found := job.result())
             steps = int(found.lengths.sum())
-            seconds = found.meta["seconds"]
-            console.print(f"{contender.label}: {steps:,} steps in {seconds:.1f} s", style="dim", highlight=False)
+            words = f"{contender.label}: {steps:,} steps, done after {found.meta['seconds']:.1f} s"
+            console.print(words, style="dim", highlight=False)
     spans = [f"{low:g}–{high:g}" for low, high in (own.budget_range for own in results[0].by_cost().values())]
     title = f"{tasks} tasks nobody has seen, budgets {', '.join(spans)}, parameters frozen"
     console.print(summary_table(results, title))

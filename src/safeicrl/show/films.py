@@ -18,7 +18,7 @@ from safeicrl.files import atomic_write
 
 HOLD = 12  # the last frame stays as long as this many others
 PANELS = 6  # episodes of a room's film, at most
-FRAMES = 40  # of a robot's film, at most: a longer episode shows every second or third step
+FRAMES = 40  # of a robot's film, at most: longer episodes skip steps
 BROKEN = "#bb0000"  # a broken budget, and the line of the budget
 
 

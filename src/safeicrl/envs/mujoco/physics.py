@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from safeicrl.envs.api import PyTree, Step, record, replace
+from safeicrl.envs.api import Env, PyTree, Step, record, replace
 from safeicrl.envs.mujoco import models
 from safeicrl.envs.mujoco.planar import EXACT, PLANAR
 from safeicrl.errors import UserError, check_integer, unknown_name
@@ -290,7 +290,7 @@ class _Worlds:
 _worlds = functools.lru_cache(maxsize=8)(_Worlds)
 
 
-class Moved(Protocol):
+class Moved(Env, Protocol):
     """An environment whose step is `physics.step` with something before it and after it.
 
     That is, `after(state, action, physics.step(job, state.physics, control(action)), task)`. Whoever drives the
