@@ -63,6 +63,30 @@ class WipedAgent(WrappedAgent):
         return self.agent.act(memory, token, key)
 
 
+class TaughtAgent(eqx.Module):
+    """An agent whose teacher watches it, and says at every step what it would do there itself ("advice").
+
+    Both see the same tokens, so the teacher must be one that learns from tokens, whoever acted.
+    """
+
+    agent: Any  # an Agent; it acts
+    teacher: Any  # an Agent
+
+    def init(self, tasks: PyTree, rows: int) -> tuple[PyTree, PyTree]:
+        """The memories of both."""
+        return self.agent.init(tasks, rows), self.teacher.init(tasks, rows)
+
+    def extend(self, memory: tuple[PyTree, PyTree], steps: int) -> tuple[PyTree, PyTree]:
+        """The memories of both."""
+        return self.agent.extend(memory[0], steps), self.teacher.extend(memory[1], steps)
+
+    def act(self, memory: tuple[PyTree, PyTree], token: Token, key: Key) -> tuple[PyTree, jax.Array, PyTree]:
+        """The agent's action; the teacher's is recorded beside what the agent records."""
+        own, action, extras = self.agent.act(memory[0], token, key)
+        watched, advice, _ = self.teacher.act(memory[1], token, jax.random.fold_in(key, 1))
+        return (own, watched), action, {**(extras or {}), "advice": advice}
+
+
 def with_options(
     env: Env,
     agent: Agent,

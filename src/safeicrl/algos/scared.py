@@ -13,10 +13,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from safeicrl.agents.api import Agent
+from safeicrl.agents.api import Agent, TaughtAgent
 from safeicrl.agents.in_context import InContextAgent, bold_rows
+from safeicrl.agents.reference import ExplorerAgent
 from safeicrl.budgets import budget_edges, is_over
 from safeicrl.envs.api import Env, Key, PyTree, record, refuse_several, replace
+from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.errors import MOST_STEPS, UserError, check_integer, check_number, check_risk
 from safeicrl.nets.attention import MAX_TRIALS
 from safeicrl.nets.heads import PolicyNet
@@ -47,6 +49,9 @@ class ScaredConfig:
     first_risk: float | None = None  # at the start of the run, see `tolerated_risk`; None: `risk` from the start
     bold: float = 0.0  # share of the rows whose guard keeps `first_risk`, and from which λ does not learn
     overtime: float = 0.0  # share of the trials that last OVERTIME times as many episodes, see `play`
+    # weight at the start of the run of a cross-entropy to the actions of a hand-written explorer, which only
+    # SafeDarkRoom has; a comparison, not the method (optimisers/ppo.py)
+    teacher: float = 0.0
     spent: float = 0.0  # share of the episodes that begin overspent, in each cost; see `draw`
     net: NetConfig = field(default_factory=NetConfig)
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
@@ -68,6 +73,8 @@ class ScaredConfig:
         for name in ("spent", "overtime", "bold"):
             if check_number(name, getattr(self, name), 0.0) > 1:
                 raise UserError(f"{name} must be at most 1, got {getattr(self, name)}")
+        if check_number("teacher", self.teacher, 0.0) and self.optimiser != "ppo":
+            raise UserError(f"teacher is for ppo, got the optimiser {self.optimiser!r}; use 0")
         check_risk(self.risk)
         if self.first_risk is not None:
             check_risk(self.first_risk)
@@ -120,6 +127,8 @@ class Scared:
         self.steps = config.steps or self.usual * env.spec.max_steps
         check_integer("rows · steps", config.rows * self.steps, 1, MOST_STEPS)
         self.edges = budget_edges(*env.spec.bounds("test"))  # the report's; the outer bins take budgets beyond them
+        if config.teacher and not isinstance(env, SafeDarkRoom):
+            raise UserError(f"teacher is for SafeDarkRoom, which has an explorer, not for {type(env).__name__}")
         if config.penalty.charge == "paper":
             refuse_several(env.spec, "penalty.form paper")
         self.optimiser = self._optimiser()
@@ -129,7 +138,14 @@ class Scared:
         shared = (self.env, config.net, config.penalty)
         if config.optimiser == "ppo":
             risk = config.risk if config.net.guard else None
-            return PPO(*shared, config.ppo, iterations=config.iterations, rows=config.rows, risk=risk)
+            return PPO(
+                *shared,
+                config.ppo,
+                iterations=config.iterations,
+                rows=config.rows,
+                risk=risk,
+                teacher=config.teacher,
+            )
         # The replay must know what a row looks like before any was played.
         key = jax.random.key(0)
         tasks, budgets = jax.eval_shape(self.draw, key)
@@ -188,7 +204,7 @@ class Scared:
         """One iteration of Eq. 6."""
         _, task_key, play_key, _ = self.keys(state.key)
         tasks, budgets = self.draw(task_key)
-        trials = self.play(self.explorer(state, self.progress(state)), tasks, budgets, play_key)
+        trials = self.play(self.watched(self.explorer(state, self.progress(state))), tasks, budgets, play_key)
         return self.learn(state, tasks, trials)
 
     def learn(self, state: ScaredState, tasks: PyTree, trials: Trials) -> tuple[ScaredState, dict[str, jax.Array]]:
@@ -251,6 +267,13 @@ class Scared:
         risk = tolerated_risk(self.config.first_risk, self.config.risk, progress)
         bold = (self.config.bold, self.config.first_risk) if self.config.bold else None
         return dataclasses.replace(explorer, risk=risk, bold=bold)
+
+    def watched(self, agent: InContextAgent) -> Agent:
+        """The agent with its teacher, if it has one."""
+        if not self.config.teacher:
+            return agent
+        assert isinstance(self.env, SafeDarkRoom)
+        return TaughtAgent(agent=agent, teacher=ExplorerAgent(self.env))
 
     def judged(self, state: ScaredState, fresh: Episodes) -> Episodes:
         """The episodes that move λ: those just played, or these and all that replay still holds."""

@@ -23,6 +23,8 @@ from safeicrl.penalty import PenaltyConfig, charged_cost, net_reward, over_budge
 from safeicrl.returns import gae, reward_discount
 from safeicrl.trial import Trials
 
+TAUGHT = 0.7  # share of the run over which a teacher's weight falls to a tenth
+
 
 @dataclass(frozen=True)
 class PPOConfig:
@@ -96,6 +98,7 @@ class Work(NamedTuple):
     batch: Batch  # all rows
     order: jax.Array  # [minibatch, row] int, the rows of each
     entropy: jax.Array  # [] its weight
+    teaching: jax.Array  # [] the weight of the teacher
 
 
 class PPO:
@@ -110,11 +113,12 @@ class PPO:
         iterations: int,
         rows: int,
         risk: float | None = None,
+        teacher: float = 0.0,
     ):
         if rows % config.minibatch:
             raise UserError(f"rows must be a multiple of ppo.minibatch, got {rows} and {config.minibatch}")
         self.env, self.net, self.penalty, self.config = env, net, penalty, config
-        self.iterations, self.rows, self.risk = iterations, rows, risk
+        self.iterations, self.rows, self.risk, self.teacher = iterations, rows, risk, teacher
         steps = iterations * config.epochs * (rows // config.minibatch)
         per_iteration = steps // max(iterations, 1)
         begin, end = config.learning_rate
@@ -182,13 +186,17 @@ class PPO:
         batch = Batch(trials=trials, task=features, multiplier=multiplier[trials.token.episode])
         batch = everywhere(batch)  # one exchange; a minibatch would need one each, its rows are of all devices
         order = jax.vmap(lambda k: jax.random.permutation(k, self.rows))(jax.random.split(key, self.config.epochs))
-        return Work(batch=batch, order=order.reshape(-1, self.config.minibatch), entropy=entropy)
+        # a teacher leads at first, and hardly matters over the last third
+        teaching = self.teacher * (1.0 - 0.9 * jnp.clip(progress / TAUGHT, 0.0, 1.0))
+        order = order.reshape(-1, self.config.minibatch)
+        return Work(batch=batch, order=order, entropy=entropy, teaching=teaching)
 
     def minibatch(self, state: PPOState, work: Work, rows: jax.Array) -> tuple[PPOState, dict[str, jax.Array]]:
         """One gradient step on these rows of the batch."""
         params, static = eqx.partition(state.net, eqx.is_array)
         part = over_rows(jax.tree.map(lambda x: x[rows], work.batch))
-        loss = lambda p: self.loss(eqx.combine(p, static), part, state.scale, work.entropy)  # noqa: E731
+        weights = (work.entropy, work.teaching)
+        loss = lambda p: self.loss(eqx.combine(p, static), part, state.scale, *weights)  # noqa: E731
         grads, (scale, metrics) = jax.grad(loss, has_aux=True)(params)
         updates, optimiser = self.optimiser.update(grads, state.optimiser, params)
         metrics["grad_norm"] = optax.tree.norm(grads)
@@ -210,11 +218,19 @@ class PPO:
         mixed = lambda old, new: keep * old + (1.0 - keep) * new if eqx.is_inexact_array(old) else new  # noqa: E731
         return jax.tree.map(mixed, average, policy)
 
-    def loss(self, net: ActorCritic, batch: Batch, scale: jax.Array, entropy: jax.Array) -> tuple:
+    def loss(
+        self,
+        net: ActorCritic,
+        batch: Batch,
+        scale: jax.Array,
+        entropy: jax.Array,
+        teaching: jax.Array | float = 0.0,
+    ) -> tuple:
         """Clipped surrogate + value errors − entropy, over the valid steps of the batch's rows."""
         trials = batch.trials
         features = net.policy.trunk.forward(trials.token, trials.trial)
         log_prob, randomness, guard_loss, guard_metrics = self.policy_terms(net.policy, features, trials)
+        lesson, lesson_metrics = self.lesson(net.policy, features, trials)
         critics = (net.reward_critic, net.cost_critic)
         values = jnp.stack(
             [critic(features, batch.task, trials.trial) for critic in critics]
@@ -235,6 +251,7 @@ class PPO:
         q, q_cost = (_mean(t * s, mask) for t, s in zip(targets, scale, strict=True))
         metrics = {
             **guard_metrics,
+            **lesson_metrics,
             "actor_loss": actor,
             "reward_critic_loss": critic[0],
             "cost_critic_loss": critic[1],
@@ -247,7 +264,15 @@ class PPO:
         rms = jnp.sqrt(jnp.stack([_mean((t * s) ** 2, mask) for t, s in zip(targets, scale, strict=True)]))
         scale = 0.99 * scale + 0.01 * jnp.maximum(rms, 1e-2)
         loss = actor + self.config.value_weight * critic.sum() - entropy * randomness + guard_loss
-        return loss, (scale, metrics)
+        return loss + teaching * lesson, (scale, metrics)
+
+    def lesson(self, net: PolicyNet, features: jax.Array, trials: Trials) -> tuple[Any, dict[str, jax.Array]]:
+        """Cross-entropy to what a teacher would have done, and how often the policy did just that."""
+        if not self.teacher:
+            return 0.0, {}
+        advice, mask = trials.extras["advice"], trials.learnable
+        agrees = _mean((trials.action == advice).astype(jnp.float32), mask)
+        return -_mean(net.distribution(features).log_prob(advice), mask), {"teacher_agrees": agrees}
 
     def policy_terms(self, net: PolicyNet, features: jax.Array, trials: Trials) -> tuple:
         """Log-probabilities of what was chosen [row, time], mean entropy, the guard's loss and its metrics."""

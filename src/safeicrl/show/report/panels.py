@@ -180,6 +180,12 @@ def _guard(world: str) -> tuple[Need, ...]:
             command="safeicrl evaluate safe-dark-room-guard --no-guard --tasks 1000 "
             "--out results/safe-dark-room-guard/guard-off",
         ),
+        Need(
+            label="taught by the explorer",
+            files=("safe-dark-room-guard/taught*.npz",),
+            command="safeicrl train --preset darkroom-guard --algo.teacher 1 --out runs/taught\n"
+            "safeicrl evaluate runs/taught --tasks 1000 --out results/safe-dark-room-guard/taught",
+        ),
         _reference("dark-room", "explorer"),
     )
 
