@@ -219,20 +219,23 @@ def test_both_optimisers_charge_the_price():
 
 
 def test_ppos_entropy_fades_over_the_run():
+    """So does a teacher: to a tenth, over 70% of the run."""
     config = PPOConfig(entropy=(1.0, 0.0), minibatch=24, epochs=1)
-    ppo = PPO(ROOM, TINY, PenaltyConfig(), config, iterations=10, rows=24)
-    ppo.loss = lambda net, batch, scale, entropy: (0.0 * scale.sum(), (scale, {"weight": entropy}))
+    ppo = PPO(ROOM, TINY, PenaltyConfig(), config, iterations=10, rows=24, teacher=2.0)
+    ppo.loss = lambda net, batch, scale, *weights: (0.0 * scale.sum(), (scale, {"weights": jnp.stack(weights)}))
     net = random_weights(ActorCritic, TINY, ROOM.spec, True)
     trials = random_rows()
 
     @eqx.filter_jit
-    def weight(iteration: jax.Array) -> jax.Array:
+    def weights(iteration: jax.Array) -> jax.Array:
         tasks, _ = sample_queue(ROOM, "train", ROOM.train_budget, (24, 4), jax.random.key(1))
         optimiser = ppo.optimiser.init(eqx.filter(net, eqx.is_array))
         state = PPOState(net=net, optimiser=optimiser, scale=jnp.ones(2))
-        return ppo.update(state, trials, tasks, jnp.zeros(2), iteration, jax.random.key(0))[1]["weight"]
+        return ppo.update(state, trials, tasks, jnp.zeros(2), iteration, jax.random.key(0))[1]["weights"]
 
-    assert [float(weight(jnp.int32(i))) for i in (0, 5, 10)] == pytest.approx([1, 0.5, 0])
+    entropy, teaching = np.stack([weights(jnp.int32(i)) for i in (0, 5, 7, 10)]).T
+    assert entropy == pytest.approx([1, 0.5, 0.3, 0])
+    assert teaching == pytest.approx([2, 2 * (1 - 0.9 * 5 / 7), 0.2, 0.2])
 
 
 def test_ppos_learning_rate_rises_then_falls():
