@@ -226,7 +226,7 @@ class PPO:
         entropy: jax.Array,
         teaching: jax.Array | float = 0.0,
     ) -> tuple:
-        """Clipped surrogate + value errors − entropy, over the valid steps of the batch's rows."""
+        """Clipped surrogate + value errors − entropy + guard and teacher, over the valid steps of the rows."""
         trials = batch.trials
         features = net.policy.trunk.forward(trials.token, trials.trial)
         log_prob, randomness, guard_loss, guard_metrics = self.policy_terms(net.policy, features, trials)
