@@ -50,6 +50,7 @@ class Way:
     rows: int = 32
     heads: int = 8
     trials: int = 1  # in each row; more have fewer scores
+    pad: bool = True  # rows to a multiple of 64 tokens
     options: tuple[tuple[str, Any], ...] = ()  # of the compiler
 
 
@@ -59,6 +60,7 @@ def ways(rows: int) -> list[Way]:
     in_graphs = (("xla_gpu_graph_min_graph_size", 1), ("xla_gpu_enable_command_buffer", GRAPHS))
     return [
         way("present"),
+        way("rows not padded", pad=False),
         way("cuDNN", fused),
         way("small heads 128/64", small(128, 64)),
         way("small heads 64/64, 2 stages", small(64, 64, stages=2)),
@@ -72,6 +74,7 @@ def ways(rows: int) -> list[Way]:
         way("present, 4 heads", heads=4),
         way("cuDNN, 4 heads", fused, heads=4),
         way(f"{4 * rows} rows", rows=4 * rows),
+        way("small heads 64/64, 2 warps, 4 heads", small(64, 64, warps=2), heads=4),
         way("all in graphs", options=in_graphs),
     ]
 
@@ -102,11 +105,14 @@ def lower(way: Way, args: argparse.Namespace) -> tuple[Any, Any]:
     function, state = prepared(way.heads, way.rows, args.steps, args.seed)
     arrays, static = eqx.partition(state, eqx.is_array)
     run = lambda arrays: eqx.filter(function(eqx.combine(arrays, static)), eqx.is_array)  # noqa: E731
+    padding = transformer.padding
     try:
         transformer.attend = cut(way.attend or attention.attend, way.trials)
+        if not way.pad:
+            transformer.padding = lambda steps: 0
         return jax.jit(run).lower(arrays), arrays
     finally:
-        transformer.attend = attention.attend
+        transformer.attend, transformer.padding = attention.attend, padding
 
 
 def measure(way: Way, program: Any, arrays: Any, args: argparse.Namespace) -> dict[str, Any]:
@@ -212,7 +218,13 @@ def main() -> None:
                 continue
             traced[way] = found
             compiling[way] = pool.submit(found[0].compile, compiler_options=dict(way.options))
-            if way.rows == args.rows and way.trials == 1 and not way.options and way.attend != no_attention:
+            if (
+                way.rows == args.rows
+                and way.trials == 1
+                and way.pad
+                and not way.options
+                and way.attend != no_attention
+            ):
                 comparing[way] = pool.submit(difference, way, min(args.steps, 512))
     report["differences"] = {way.name: attempt(way.name, job.result) for way, job in comparing.items()}
     programs = {way: found for way, job in compiling.items() if (found := attempt(way.name, job.result))}

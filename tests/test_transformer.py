@@ -45,6 +45,24 @@ def test_step_equals_forward_at_staggered_timesteps(rows):
     np.testing.assert_allclose(stepped[rows.valid], whole[rows.valid], rtol=1e-4, atol=1e-4)
 
 
+def test_rows_padded_for_a_gpu_have_the_same_features_and_gradients(rows, monkeypatch):
+    def loss(net):
+        features = net.forward(rows.token, rows.trial)
+        return (features * jnp.arange(features.shape[1])[:, None]).mean(), features
+
+    found = []
+    for tile in (1, 2 * STEPS + 3):
+        monkeypatch.setattr(transformer, "padding", lambda steps, tile=tile: -steps % tile)
+        found.append(eqx.filter_value_and_grad(loss, has_aux=True)(network()))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), *found)
+
+
+def test_rows_are_padded_on_a_gpu_only(monkeypatch):
+    assert transformer.padding(1500) == 0
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert (transformer.padding(1500), transformer.padding(1536)) == (36, 0)
+
+
 def test_step_equals_forward_in_bfloat16(rows):
     net = network(dtype="bfloat16")
     whole, stepped = forward(net, rows.token, rows.trial), step_by_step(net, rows.token)

@@ -19,6 +19,7 @@ from safeicrl.nets.layers import MLP, LayerNorm, Linear
 from safeicrl.tokens import Token
 
 CTG_SCALES = 6  # ramps of the remaining budget, each half as wide as the one before
+TILE = 64  # tokens; on a GPU whole rows are padded to a multiple of it
 TIME_WAVES = 3  # sine/cosine pairs of the time in the episode
 
 
@@ -107,6 +108,15 @@ def feature_size(spec: EnvSpec) -> int:
     return 2 * spec.observation.encoded_size + spec.action.encoded_size + costs + 2 * TIME_WAVES + 4
 
 
+def padding(steps: int) -> int:
+    """How many tokens to add to whole rows of `steps`.
+
+    On a GPU XLA cuts the long sums in the weights' gradients into equal parts. Tokens that cannot be cut so are
+    first copied into a padded array, in every layer, which takes longer than a few tokens more (docs/speed.md).
+    """
+    return -steps % TILE if jax.default_backend() == "gpu" else 0
+
+
 class Block(eqx.Module):
     """Pre-norm attention and MLP."""
 
@@ -126,10 +136,13 @@ class Block(eqx.Module):
         self.mlp = MLP(width, 4 * width, width, mlp, scale=residual)
         self.heads = heads
 
-    def split(self, x: jax.Array) -> list[jax.Array]:
+    def project(self, x: jax.Array) -> jax.Array:
+        """Queries, keys and values side by side, [..., 3 · width]."""
+        return self.qkv(self.norm_attention(x))
+
+    def split(self, qkv: jax.Array) -> list[jax.Array]:
         """Queries, keys and values, each [..., head, dim]."""
-        qkv = self.qkv(self.norm_attention(x))
-        return [part.reshape(*x.shape[:-1], self.heads, -1) for part in jnp.split(qkv, 3, -1)]
+        return [part.reshape(*part.shape[:-1], self.heads, -1) for part in jnp.split(qkv, 3, -1)]
 
     def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         """Add the attention's output, then the MLP's."""
@@ -162,10 +175,15 @@ class Transformer(eqx.Module):
     def forward(self, tokens: Token, trial: jax.Array) -> jax.Array:
         """Features of every token of whole rows, [row, time, width]. `trial`: [row, time] int."""
         x = self.embed(tokens)
+        steps = x.shape[1]
+        more = padding(steps)
+        x = jnp.pad(x, ((0, 0), (0, more), (0, 0)))
+        trial = jnp.pad(trial, ((0, 0), (0, more)), mode="edge")  # at the end of the last trial: no token sees it
         for block in self.blocks:
-            q, k, v = block.split(x)
+            # The barrier is for the way back: without it a GPU puts the three gradients together twice.
+            q, k, v = block.split(jax.lax.optimization_barrier(block.project(x)))
             x = block.finish(x, attend(q, k, v, trial, self.config.context))
-        return self.norm_out(x)
+        return self.norm_out(x[:, :steps])
 
     def init_cache(self, rows: int, slots: int) -> Cache:
         """An empty cache."""
@@ -198,7 +216,7 @@ class Transformer(eqx.Module):
         x = self.embed(token)
         keys, values = [], []
         for block, k_past, v_past in zip(self.blocks, cache.keys, cache.values, strict=True):
-            q, k, v = block.split(x)
+            q, k, v = block.split(block.project(x))
             k, v = (x.reshape(-1, x.shape[-1]) for x in (k, v))  # [row · head, dim]
             keys.append(jax.lax.dynamic_update_slice(k_past, k[:, :, None], (0, 0, slot)))
             values.append(jax.lax.dynamic_update_slice(v_past, v[:, None], (0, slot, 0)))
