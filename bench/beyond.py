@@ -4,6 +4,7 @@ python bench/beyond.py safe-dark-room                            → results/bey
 python bench/beyond.py safe-dark-room --known 0 --out FILE       as it would act if it saw every episode's index
 python bench/beyond.py safe-velocity-ant --times 1 --known 9     it sees no index after the ninth episode's
 python bench/beyond.py safe-velocity-ant --context 600           it remembers the last 600 steps
+python bench/beyond.py safe-velocity-ant --ring --out FILE       its memory does not settle: old steps are overwritten
 """
 
 import argparse
@@ -55,6 +56,9 @@ def main() -> None:
     parser.add_argument("--block", type=int, help="episodes in a block of the table; K by default")
     parser.add_argument("--known", type=int, help="episodes whose index it sees; K by default, 0: all")
     parser.add_argument("--context", type=int, help="steps that it remembers; as in training by default")
+    parser.add_argument(
+        "--ring", action="store_true", help="go on as in training, with a memory that never settles"
+    )
     parser.add_argument("--greedy", action="store_true", help="the most probable actions, not sampled ones")
     parser.add_argument("--tasks", type=int, default=60)
     parser.add_argument("--rows", type=int, default=32, help="tasks at a time")
@@ -77,7 +81,9 @@ def main() -> None:
     temperature = None if args.greedy else card.get("temperature")
     acting, how = with_options(env, agent, temperature=temperature, greedy=args.greedy)
     episodes = args.times * trained
-    results = evaluate(env, acting, tasks=args.tasks, rows=args.rows, episodes=episodes, seed=args.seed)
+    results = evaluate(
+        env, acting, tasks=args.tasks, rows=args.rows, episodes=episodes, seed=args.seed, settle=not args.ring
+    )
 
     found = blocks(results, args.block or trained)
     closes = closing(results.lengths, context)
@@ -92,7 +98,7 @@ def main() -> None:
     console.print(f"context of {context} steps full in {closes['share']:.0%} of the trials: {closes}")
     settings = {
         "policy": args.policy, "trained_episodes": trained, "known_episodes": agent.trained_episodes,
-        "context_steps": context, "actions": how["actions"], "tasks": args.tasks, "rows": args.rows,
+        "context_steps": context, "settles": not args.ring, "actions": how["actions"], "tasks": args.tasks, "rows": args.rows,
         "seed": args.seed,
     }  # fmt: skip
     curves = {

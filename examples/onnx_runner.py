@@ -27,7 +27,8 @@ class OnnxPolicy:
         budget = np.asarray(budget, np.float32)  # costs are whole units, and so is what may be spent
         self.budget = np.floor(budget / unit + 1e-4).astype(np.float32) * np.float32(unit) if unit else budget
         self.rng, self.greedy = np.random.default_rng(seed), self.meta["greedy"] if greedy is None else greedy
-        self.cache = {"clock": np.array(0), "age": np.zeros(rows, int)}
+        kinds = {int: np.int64, float: np.float32}
+        self.cache = {name: np.full(rows, x, kinds[type(x)]) for name, x in self.meta["memory"].items()}
         for layer in range(self.meta["layers"]):
             self.cache[f"keys_{layer}"] = np.zeros((rows, heads, size, slots), np.float32)
             self.cache[f"values_{layer}"] = np.zeros((rows, heads, slots, size), np.float32)
@@ -45,11 +46,8 @@ class OnnxPolicy:
         else:
             last, done = self.token, np.full(rows, done, bool)
             now |= {"action": self.said["chosen"], "previous": last["observation"], "start": done}
-            now |= {
-                "ctg": np.where(done, self.budget, last["ctg"] - now["cost"]),
-                "episode": last["episode"] + done,
-            }
-            now["time"] = np.where(done, 0, last["time"] + 1)
+            now |= {"time": np.where(done, 0, last["time"] + 1), "episode": last["episode"] + done}
+            now["ctg"] = np.where(done, self.budget, last["ctg"] - now["cost"])
         if noise is None:
             shape = (rows, *self.meta["noise"]["shape"])
             draw = self.rng.gumbel if self.meta["noise"]["kind"] == "gumbel" else self.rng.standard_normal

@@ -131,7 +131,7 @@ def test_only_the_newest_steps_count_once_the_context_is_full():
         for _ in range(CONTEXT):
             policy.act((2, 2), 0.0, 0.0)
             risks[-1].append(policy.guard.risk)
-            ages.append(int(policy._trial.memory.age[0]))
+            ages.append(int(policy._trial.memory.cache.age[0]))
     assert ages[:CONTEXT] == [4, 5, 6, 6, 6, 6]
     same = [a == b for a, b in zip(*risks, strict=True)]
     assert same == [False] * (CONTEXT - 1) + [True]
@@ -226,12 +226,12 @@ def say(**entries):
     ("change", "words"),
     [
         (put("budget", -1), "budget must be a finite number ≥ 0"),
-        (put("memory.keys.0", np.nan), "memory.keys.0 must be finite"),
+        (put("memory.cache.keys.0", np.nan), "memory.cache.keys.0 must be finite"),
         (put("token.observation", 7), "observation must be a cell"),
         (put("token.time", -3), "time must be ≥ 0"),
         (put("action", 9), "action must be an integer from 0 to 4"),
         (put("fallback", -2), "action must be an integer from 0 to 4"),
-        (put("memory.clock", 2**31 - 1), "memory.clock must be at most"),
+        (put("memory.cache.clock", 2**31 - 1), "memory.cache.clock must be at most"),
         (say(rows=3, batched=True), "expected"),
         (say(rows=10**9), "at most 4096 rows"),
         (say(rows=True), "rows must be an integer"),

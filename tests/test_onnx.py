@@ -84,9 +84,15 @@ def test_the_runner_acts_as_the_policy_through_whole_trials(tmp_path, kind):
     assert len(np.unique(np.round(actions, 3))) > 2
     assert stepped_in > 0 or "risk" not in settings
     memory = ours._trial.memory
+    for name in ("best", "worst", "earned", "left"):
+        np.testing.assert_allclose(theirs.cache[name], getattr(memory, name), rtol=1e-5)
+    np.testing.assert_array_equal(theirs.cache["marked_clock"], memory.clock)
+    memory = memory.cache
     kept = memory.keys[1].reshape(theirs.cache["keys_1"].shape)  # [row · head, ...] → [row, head, ...]
     np.testing.assert_allclose(theirs.cache["keys_1"], kept, atol=1e-4)
     np.testing.assert_array_equal(theirs.cache["age"], memory.age)
+    np.testing.assert_array_equal(theirs.cache["clock"], memory.clock)
+    assert (memory.clock < 30).any()  # something was taken back
 
 
 def test_with_the_same_noise_sampled_actions_are_the_same_too(tmp_path):

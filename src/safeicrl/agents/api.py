@@ -121,6 +121,16 @@ def with_options(
     return agent, {"actions": actions, "context": context, **guarded}
 
 
+def lasting(agent: Agent, on: bool = True) -> Agent:
+    """The agent with a memory that lasts past the K episodes of training (settled.py), or as in training.
+
+    Agents of other kinds stay as they are.
+    """
+    if getattr(agent, "trained_episodes", None) is None:
+        return agent
+    return dataclasses.replace(agent, settles=on)  # type: ignore[type-var]
+
+
 def has_guard(agent: Agent) -> bool:
     """Whether the agent's network has a guard, on or off."""
     return getattr(getattr(agent, "net", None), "guard", None) is not None

@@ -4,12 +4,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from safeicrl.agents.settled import Settled, settled, take_back
 from safeicrl.envs.api import Key, PyTree, replace
 from safeicrl.nets.guard import Verdict, tolerated
 from safeicrl.nets.heads import Categorical, Distribution, Levels, PolicyNet, TanhNormal
 from safeicrl.nets.transformer import Cache
 from safeicrl.tokens import Token
 
+Memory = Cache | Settled
 CANDIDATES = 8  # real-valued actions that the guard may choose from instead of the policy's own
 
 
@@ -21,17 +23,22 @@ class InContextAgent(eqx.Module):
     risk: jax.Array | float | None = None  # the guard's threshold; None: no guard
     temperature: float = eqx.field(static=True, default=1.0)  # 0: greedy
     trained_episodes: int | None = eqx.field(static=True, default=None)  # K; None: no limit, see `read`
+    settles: bool = eqx.field(static=True, default=False)  # after K episodes, see settled.py
     bold: tuple[float, float] | None = eqx.field(static=True, default=None)  # in training: see `bold_rows`
 
-    def init(self, tasks: PyTree, rows: int) -> Cache:
+    def init(self, tasks: PyTree, rows: int) -> Memory:
         """An empty context."""
-        return self.net.trunk.init_cache(rows, 0)
+        trunk = self.net.trunk
+        cache = trunk.init_cache(rows, 0, own_clocks=self.settles)
+        return settled(cache, trunk.spec.cost_shape) if self.settles else cache
 
-    def extend(self, memory: Cache, steps: int) -> Cache:
+    def extend(self, memory: Memory, steps: int) -> Memory:
         """Room for `steps` tokens, at most the network's context."""
+        if isinstance(memory, Settled):
+            return replace(memory, cache=self.net.trunk.extend_cache(memory.cache, steps))
         return self.net.trunk.extend_cache(memory, steps)
 
-    def act(self, memory: Cache, token: Token, key: Key) -> tuple[Cache, jax.Array, PyTree]:
+    def act(self, memory: Memory, token: Token, key: Key) -> tuple[Memory, jax.Array, PyTree]:
         """Read the tokens, choose the actions; also returns what a learner or a user wants to know of the choice.
 
         That is the log-probability under the policy acted by and, with a guard, what the guard said and did.
@@ -55,7 +62,7 @@ class InContextAgent(eqx.Module):
             return memory, *self._least_risky(policy, candidates, risks, risk)
         return memory, *self._allowed(policy, guard.judge(features, token.ctg, token.time, risk), key)
 
-    def read(self, memory: Cache, token: Token) -> tuple[Cache, jax.Array]:
+    def read(self, memory: Memory, token: Token) -> tuple[Memory, jax.Array]:
         """The network's features of the newest token of each row.
 
         The network knows the indices of `trained_episodes` episodes, and goes wrong on larger ones. Every later
@@ -64,8 +71,14 @@ class InContextAgent(eqx.Module):
         known = token
         if self.trained_episodes is not None:
             known = replace(token, episode=jnp.minimum(token.episode, self.trained_episodes - 1))
+        trunk = self.net.trunk
         # not `known.first`: after single episodes of training, every start would count as a new trial
-        return self.net.trunk.step(memory, known, token.first)
+        if not isinstance(memory, Settled):
+            return trunk.step(memory, known, token.first)
+        assert self.trained_episodes is not None
+        memory = take_back(memory, token, last=self.trained_episodes - 1, max_steps=trunk.spec.max_steps)
+        cache, features = trunk.step(memory.cache, known, token.first)
+        return replace(memory, cache=cache), features
 
     def _choose(self, policy: Distribution, key: Key) -> jax.Array:
         return policy.mode() if self.temperature == 0 else policy.sample(key)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from safeicrl.agents.api import Agent, adapts
+from safeicrl.agents.api import Agent, adapts, lasting
 from safeicrl.budgets import Ranges, ranges_of
 from safeicrl.envs.api import Env, Key, PyTree, Split, check_split
 from safeicrl.envs.faults import first_of, refuse_fault
@@ -40,6 +40,7 @@ def evaluate(
     rows: int | None = None,
     segments: int = 8,
     devices: int | Mesh | None = None,
+    settle: bool = True,
     label: str = "agent",
     meta: dict[str, Any] | None = None,
 ) -> Results:
@@ -61,6 +62,9 @@ def evaluate(
     these chunks share one compilation, and each ends with its longest trial. `segments` is that of `run_trials`,
     for agents whose memory grows; a short trial has fewer.
 
+    Past the K episodes of its training an agent's memory settles (agents/settled.py); `settle=False` lets it go on
+    as in training, for comparison.
+
     The trials that run at a time are divided among `devices`: a number of local ones (all by default), or a mesh
     (devices.py). The results do not depend on it, but for rounding.
     """
@@ -77,6 +81,8 @@ def evaluate(
     begin = time.perf_counter()
 
     sampled = _draw_tasks(env, frozen, tasks, split, seed)
+    # within K episodes nothing is taken back, and a shared clock is faster
+    agent = lasting(agent, settle and episodes > (getattr(agent, "trained_episodes", None) or episodes))
     whole, spent, stepped_in = _play_all(
         env, agent, sampled, budget, seed, tasks=tasks, episodes=episodes, rows=rows, segments=segments, mesh=mesh
     )

@@ -76,10 +76,10 @@ def attend_step(q: jax.Array, keys: jax.Array, values: jax.Array, age: jax.Array
     """One query per row against its cache, a ring whose newest entry is slot `clock mod slots`. → [row, head, dim]
 
     q: [row, head, dim]; keys: [row · head, dim, slot]; values: [row · head, slot, dim]; age: [row] int, how many of
-    the newest slots the row may see; clock: [] int.
+    the newest slots the row may see; clock: [] or [row] int.
     """
     slots, (_, heads, dim) = keys.shape[-1], q.shape
-    seen = (clock - jnp.arange(slots)) % slots < age[:, None]
+    seen = (clock[..., None] - jnp.arange(slots)) % slots < age[:, None]
     scores = _weigh("nd,ndk->nk", q.reshape(-1, dim), keys) * dim**-0.5  # [row · head, slot]
     scores = jnp.where(jnp.repeat(seen, heads, axis=0), scores, -jnp.inf)
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))

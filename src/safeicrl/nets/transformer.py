@@ -59,14 +59,14 @@ class NetConfig:
 
 @record
 class Cache:
-    """Keys and values of past tokens, a ring of slots that all rows fill in step.
+    """Keys and values of past tokens, a ring of slots that all rows fill in step, or each row by its own clock.
 
     Rows and heads share an axis: with two of them XLA would copy the whole cache at every step on a CPU.
     """
 
     keys: tuple[jax.Array, ...]  # per layer [row · head, dim, slot]
     values: tuple[jax.Array, ...]  # per layer [row · head, slot, dim]
-    clock: jax.Array  # [] int32, tokens read so far; the next goes to slot clock mod slots
+    clock: jax.Array  # [] or [row] int32, tokens read so far; the next goes to slot clock mod slots
     age: jax.Array  # [row] int32, tokens of the row's present trial in the cache
 
 
@@ -185,14 +185,14 @@ class Transformer(eqx.Module):
             x = block.finish(x, attend(q, k, v, trial, self.config.context))
         return self.norm_out(x[:, :steps])
 
-    def init_cache(self, rows: int, slots: int) -> Cache:
-        """An empty cache."""
+    def init_cache(self, rows: int, slots: int, own_clocks: bool = False) -> Cache:
+        """An empty cache; with `own_clocks` a row can be taken back to an earlier time, apart from the others."""
         heads, dim = self.config.heads, self.config.width // self.config.heads
         dtype = self.config.compute_dtype
         return Cache(
             keys=tuple(jnp.zeros((rows * heads, dim, slots), dtype) for _ in self.blocks),
             values=tuple(jnp.zeros((rows * heads, slots, dim), dtype) for _ in self.blocks),
-            clock=jnp.int32(0),
+            clock=jnp.zeros(rows if own_clocks else (), jnp.int32),
             age=jnp.zeros(rows, jnp.int32),
         )
 
@@ -218,8 +218,13 @@ class Transformer(eqx.Module):
         for block, k_past, v_past in zip(self.blocks, cache.keys, cache.values, strict=True):
             q, k, v = block.split(block.project(x))
             k, v = (x.reshape(-1, x.shape[-1]) for x in (k, v))  # [row · head, dim]
-            keys.append(jax.lax.dynamic_update_slice(k_past, k[:, :, None], (0, 0, slot)))
-            values.append(jax.lax.dynamic_update_slice(v_past, v[:, None], (0, slot, 0)))
+            if slot.ndim:  # [row]: scattered, which is slower
+                entry, own = jnp.arange(len(k)), jnp.repeat(slot, block.heads)
+                keys.append(k_past.at[entry, :, own].set(k, unique_indices=True))
+                values.append(v_past.at[entry, own].set(v, unique_indices=True))
+            else:
+                keys.append(jax.lax.dynamic_update_slice(k_past, k[:, :, None], (0, 0, slot)))
+                values.append(jax.lax.dynamic_update_slice(v_past, v[:, None], (0, slot, 0)))
             x = block.finish(x, attend_step(q, keys[-1], values[-1], age, cache.clock))
         cache = Cache(keys=tuple(keys), values=tuple(values), clock=cache.clock + 1, age=age)
         return cache, self.norm_out(x)

@@ -4,11 +4,12 @@
               noise                  of the choice; zeros take the most probable action
               risk                   what the guard tolerates, if there is one; may be left out
               keys_0, values_0, …, clock, age                                            the cache (transformer.py)
+              marked_clock, marked_age, best, worst, earned, left                        the memory (settled.py)
     outputs   chosen                 the action; with a guard, also risk_taken and stepped_in
-              new_keys_0, …          the cache after the step
+              new_keys_0, …          cache and memory after the step
 
-All arrays have a leading axis of rows, except clock and risk. The graph is written out by hand, in the order of
-`featurise`, `Transformer.step`, `PolicyNet.distribution` and `Guard.judge`, whose numbers it gives
+All arrays have a leading axis of rows, except risk. The graph is written out by hand, in the order of
+`featurise`, `take_back`, `Transformer.step`, `PolicyNet.distribution` and `Guard.judge`, whose numbers it gives
 (tests/test_onnx.py). The metadata `safeicrl` says in JSON what a runner needs; examples/onnx_runner.py is one.
 """
 
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from safeicrl.agents.in_context import InContextAgent
+from safeicrl.agents.settled import NEVER
 from safeicrl.envs.api import refuse_several
 from safeicrl.envs.spaces import Box, Discrete, Grid
 from safeicrl.errors import UserError
@@ -32,6 +34,9 @@ from safeicrl.policies.policy import Policy
 
 OPSET = 20  # the first with Gelu
 IR = 9  # the first that goes with it
+COUNTS, NUMBERS = ("clock", "age", "marked_clock", "marked_age"), ("best", "worst", "earned", "left")
+# what a trial begins with in every row: the cache's clock and age, and the memory of `settled.Settled`
+MEMORY = dict.fromkeys(COUNTS, 0) | {"best": -NEVER, "worst": NEVER, "earned": 0.0, "left": 0.0}
 
 
 def export_onnx(policy: Policy, out: str | Path) -> Path:
@@ -77,6 +82,7 @@ def _runner_needs(policy: Policy, agent: InContextAgent, slots: int) -> dict[str
         "noise": {"kind": noise[0], "shape": noise[1]},
         "greedy": agent.temperature == 0,
         "cost_unit": spec.cost_unit,
+        "memory": MEMORY,
         "layers": config.layers,
         "cache": [config.heads, config.width // config.heads, slots],
         "limits": policy.card.get("limits", []),
@@ -98,22 +104,53 @@ class _Step:
         """The whole step."""
         token = self.token()
         x = self.embed(token)
-        clock, age = self.input("clock", np.int64, []), self.input("age", np.int64, ["row"])
         first = self.op("And", token["start"], self.op("Equal", token["episode"], self.const(np.int64(0))))
+        clock, age = self.take_back(token, first)
         forgot = self.op("Where", first, self.const(np.int64(0)), age)
         now = self.op("Min", self.op("Add", forgot, self.const(np.int64(1))), self.const(np.int64(self.slots)))
-        here = self.op("Mod", clock, self.const(np.int64(self.slots)))
-        slot = self.op("Reshape", here, self.const(np.ones(4, np.int64)))
-        index = self.const(np.arange(self.slots))
-        back = self.op("Mod", self.op("Sub", clock, index), self.const(np.int64(self.slots)))  # [slot] tokens ago
-        seen = self.op("Less", back, self.op("Unsqueeze", now, self.const(np.array([1]))))  # [row, slot]
+        slot = self.op(
+            "Unsqueeze", self.op("Mod", clock, self.const(np.int64(self.slots))), self.const(np.arange(1, 4))
+        )
+        column = lambda x: self.op("Unsqueeze", x, self.const(np.array([1])))  # noqa: E731
+        passed = self.op("Sub", column(clock), self.const(np.arange(self.slots)))  # [row, slot] tokens ago
+        seen = self.op("Less", self.op("Mod", passed, self.const(np.int64(self.slots))), column(now))
         for layer, block in enumerate(self.net.trunk.blocks):
             x = self.block(layer, block, x, slot, self.op("Unsqueeze", seen, self.const(np.array([1, 2]))))
         features = self.norm(self.net.trunk.norm_out, x)
-        self.output("new_clock", self.op("Add", clock, self.const(np.int64(1))), np.int64, [])
+        self.output("new_clock", self.op("Add", clock, self.const(np.int64(1))), np.int64, ["row"])
         self.output("new_age", now, np.int64, ["row"])
         self.choose(features, token["ctg"], token["time"])
         return self.onnx.helper.make_graph(self.nodes, "act", self.inputs, self.outputs, self.weights)
+
+    def take_back(self, token: dict[str, str], first: str) -> tuple[str, str]:
+        """`take_back`: the clock and the age that the step begins with."""
+        op, const = self.op, self.const
+        clock, age, marked_clock, marked_age = (self.input(name, np.int64, ["row"]) for name in COUNTS)
+        best, worst, earned, left = (self.input(name, np.float32, ["row"]) for name in NUMBERS)
+        start, episode, no = token["start"], token["episode"], const(np.float32(0))
+        never = const(np.float32(NEVER)), const(np.float32(-NEVER))
+        total = op("Clip", op("Add", earned, token["reward"]), never[1], never[0])
+        within = op("GreaterOrEqual", op("Sub", left, token["cost"]), no)
+        spread = op("Where", op("Greater", best, never[1]), op("Sub", best, worst), no)
+        better = op("And", within, op("Greater", total, op("Add", best, spread)))
+        last = const(np.int64((self.agent.trained_episodes or 2**62) - 1))
+        ended = op("And", start, op("Not", first))
+        back = op("And", op("And", ended, op("Greater", episode, last)), op("Not", better))
+        known = op("Min", marked_age, const(np.int64(max(self.slots - self.spec.max_steps, 0))))
+        clock, age = op("Where", back, marked_clock, clock), op("Where", back, known, age)
+        begins = op("And", op("And", start, op("GreaterOrEqual", episode, last)), op("Not", back))
+        for name, new, old in (("marked_clock", clock, marked_clock), ("marked_age", age, marked_age)):
+            self.output(f"new_{name}", op("Where", begins, new, old), np.int64, ["row"])
+        best = op("Where", op("And", ended, within), op("Max", best, total), best)
+        worst = op("Where", ended, op("Min", worst, total), worst)
+        for name, value in (
+            ("best", op("Where", first, never[1], best)),
+            ("worst", op("Where", first, never[0], worst)),
+            ("earned", op("Where", start, no, total)),
+            ("left", token["ctg"]),
+        ):
+            self.output(f"new_{name}", value, np.float32, ["row"])
+        return clock, age
 
     # -- the token ------------------------------------------------------------------------------------------
 

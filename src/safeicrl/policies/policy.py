@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from safeicrl.agents.api import Agent, has_guard, with_options
+from safeicrl.agents.api import Agent, has_guard, lasting, with_options
 from safeicrl.envs.api import Env
 from safeicrl.errors import (
     MOST_ROWS,
@@ -85,7 +85,7 @@ class Policy:
     """A frozen agent that learns each new task from its own history, under a budget."""
 
     def __init__(self, *, env: Env, agent: Agent, card: dict[str, Any]) -> None:
-        self.env, self.agent, self.card = env, agent, card
+        self.env, self.agent, self.card = env, lasting(agent), card
         self.trained = trained_env(card, env).spec
         self._be_idle()
 
@@ -326,8 +326,8 @@ class Policy:
     def warn_beyond(self, *, budgets: Any = (), episodes: int = 0, steps: int = 0) -> None:
         """Warn about budgets, episodes of a trial and steps of an episode that it was never trained on.
 
-        More than K episodes are no reason to warn: agents keep going (`InContextAgent.read`, and Safe AD's window
-        slides as in training). A second episode is one, if training had single episodes only.
+        More than K episodes are no reason to warn: a memory settles (agents/settled.py), and Safe AD's window
+        slides as in training. A second episode is one, if training had single episodes only.
         """
         spec = self.trained
         usable = lambda values: np.asarray(usable_budget(jnp.asarray(values, jnp.float32), spec))  # noqa: E731

@@ -1,0 +1,159 @@
+"""A memory that lasts: after K episodes it is taken back, unless an episode was much better; rows apart."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from networks import ROOM, random_weights
+
+from safeicrl.agents.api import lasting
+from safeicrl.agents.in_context import InContextAgent
+from safeicrl.evaluation.evaluate import evaluate
+from safeicrl.nets.heads import PolicyNet
+from safeicrl.nets.transformer import NetConfig
+from safeicrl.tokens import first_token, next_token
+
+K, STEPS = 3, ROOM.spec.max_steps
+CONTEXTS = (K * STEPS, K * STEPS - STEPS // 2)  # all of a trial, and less: its ring closes before the K-th episode
+
+
+def agent(context: int = CONTEXTS[0], settles: bool = True) -> InContextAgent:
+    config = NetConfig(width=8, layers=2, heads=2, context=context, dtype="float32")
+    net = random_weights(PolicyNet, config, ROOM.spec, scale=2.0)
+    return InContextAgent(net=net, trained_episodes=K, settles=settles)
+
+
+@jax.jit
+def read(agent, memory, token):
+    return agent.read(memory, token)
+
+
+class Trial:
+    """Two rows side by side, whose observations, rewards and ends are given step by step."""
+
+    def __init__(self, agent: InContextAgent, budget: float = 2.0):
+        self.agent, self.budget = agent, jnp.full(2, budget)
+        self.memory = agent.extend(agent.init(None, 2), K * STEPS)
+        self.token = None
+
+    def step(self, seen, reward=(0.0, 0.0), cost=(0.0, 0.0), done=(False, False)) -> np.ndarray:
+        seen = jnp.asarray(seen)
+        if self.token is None:
+            self.token = jax.vmap(first_token, (None, 0, 0))(ROOM.spec, seen, self.budget)
+        else:
+            given = (jnp.asarray(x) for x in (np.zeros(2, int), np.float32(reward), np.float32(cost), done))
+            self.token = next_token(self.token, seen, *given, self.budget)
+        self.memory, features = read(self.agent, self.memory, self.token)
+        return np.asarray(features)
+
+    def episode(self, path, reward=0.0, cost=0.0) -> np.ndarray:
+        """All of an episode along `path`, [step] cells, and the first step of the next: features [step, row, …]."""
+        found = []
+        for step, cell in enumerate(path):
+            end = step == len(path) - 1
+            found.append(self.step([cell] * 2, [reward * end] * 2, [cost * end] * 2, [end] * 2))
+        return np.stack(found)
+
+
+def path(seed: int, steps: int = STEPS) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, ROOM.size, (steps, 2))
+
+
+def begun(context: int = CONTEXTS[0], reward: float = 0.0) -> Trial:
+    """At the first step of the K-th episode."""
+    trial = Trial(agent(context))
+    trial.step([[0, 0], [1, 1]])
+    for seed in range(K - 1):
+        trial.episode(path(seed, STEPS - seed), reward)
+    return trial
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_the_last_episode_is_played_again_and_again(context):
+    trial, found = begun(context), []
+    for _ in range(2 * K):
+        found.append(trial.episode(path(7)))
+    assert np.std(found[0]) > 0.1
+    # the first of them began with another last step
+    for later in found[2:]:
+        np.testing.assert_allclose(later, found[1], rtol=1e-4, atol=1e-5)
+    without = Trial(agent(context, settles=False))
+    without.step([[0, 0], [1, 1]])
+    for seed in range(K - 1):
+        without.episode(path(seed, STEPS - seed))
+    grown = [without.episode(path(7)) for _ in range(2 * K)]
+    np.testing.assert_allclose(grown[0][:-1], found[0][:-1], rtol=1e-4, atol=1e-5)  # K episodes: the same
+    assert not np.allclose(grown[-1], grown[1], atol=1e-2)
+
+
+def test_an_episode_of_another_kind_leaves_no_trace():
+    trial = begun()
+    trial.episode(path(7))
+    expected = trial.episode(path(8))
+    trial.episode(path(7))
+    trial.episode(path(9, 2))
+    trial.episode(path(7))
+    np.testing.assert_allclose(trial.episode(path(8)), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("before", "reward", "cost", "kept"),
+    [
+        (0.0, 1.0, 0.0, True),  # the goal, at last
+        (0.0, 0.0, 0.0, False),
+        (0.0, 1.0, 3.0, False),  # over budget
+        (1.0, 1.0, 0.0, False),  # found long ago
+    ],
+)
+def test_an_episode_is_kept_if_it_is_much_better_and_within_the_budget(before, reward, cost, kept):
+    trial = begun(reward=before)
+    trial.episode(path(7), before)
+    clock = np.asarray(trial.memory.cache.clock)
+    trial.episode(path(7), before)
+    np.testing.assert_array_equal(trial.memory.cache.clock, clock)
+    trial.episode(path(8), reward, cost)
+    np.testing.assert_array_equal(np.asarray(trial.memory.cache.clock) > clock, kept)
+    assert (np.asarray(trial.memory.best) == max(before, 0.0 if cost else reward)).all()
+
+
+def test_luck_in_a_noisy_world_is_not_kept():
+    trial = Trial(agent())
+    trial.step([[0, 0], [1, 1]])
+    for reward in (1.0, 5.0, 6.0):  # they differ by 5
+        trial.episode(path(0), reward)
+    clock = np.asarray(trial.memory.cache.clock)
+    trial.episode(path(1), 10.0)
+    np.testing.assert_array_equal(trial.memory.cache.clock, clock)
+    assert (np.asarray(trial.memory.best) == 10.0).all()
+
+
+def test_rows_are_taken_back_apart():
+    trial, alone = begun(), begun()
+    cells, others = path(7), path(8)
+    for step in range(STEPS):  # the second row ends in mid-episode, too
+        ends = [step == STEPS - 1, step in (2, STEPS - 1)]
+        trial.step([cells[step], others[step]], done=ends)
+        alone.step([cells[step]] * 2, done=[step == STEPS - 1] * 2)
+    np.testing.assert_allclose(trial.step([cells[0]] * 2)[0], alone.step([cells[0]] * 2)[0], rtol=1e-4, atol=1e-5)
+    assert int(trial.memory.cache.clock[0]) == int(trial.memory.cache.clock[1])
+
+
+def test_evaluations_settle_past_k_only(monkeypatch):
+    plain, init, used = agent(settles=False), InContextAgent.init, set()
+
+    def noted(self, tasks, rows):
+        used.add(self.settles)
+        return init(self, tasks, rows)
+
+    monkeypatch.setattr(InContextAgent, "init", noted)
+    short, long, off = (
+        evaluate(ROOM, plain, tasks=2, episodes=episodes, segments=1, settle=settle)
+        for episodes, settle in ((K, True), (K + 2, True), (K + 2, False))
+    )
+    assert used == {True, False}
+    for later in (long, off):
+        np.testing.assert_array_equal(later.returns[:, :K], short.returns)
+    assert lasting(plain).settles
+    assert lasting(dataclasses.replace(plain, trained_episodes=None)).settles is False
