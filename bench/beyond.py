@@ -4,7 +4,7 @@ python bench/beyond.py safe-dark-room                            → results/bey
 python bench/beyond.py safe-dark-room --known 0 --out FILE       as it would act if it saw every episode's index
 python bench/beyond.py safe-velocity-ant --times 1 --known 9     it sees no index after the ninth episode's
 python bench/beyond.py safe-velocity-ant --context 600           it remembers the last 600 steps
-python bench/beyond.py safe-velocity-ant --ring --out FILE       its memory does not settle: old steps are overwritten
+python bench/beyond.py safe-velocity-ant --ring --out FILE       its memory goes on as a ring
 """
 
 import argparse
@@ -98,8 +98,8 @@ def main() -> None:
     console.print(f"context of {context} steps full in {closes['share']:.0%} of the trials: {closes}")
     settings = {
         "policy": args.policy, "trained_episodes": trained, "known_episodes": agent.trained_episodes,
-        "context_steps": context, "settles": not args.ring, "actions": how["actions"], "tasks": args.tasks, "rows": args.rows,
-        "seed": args.seed,
+        "context_steps": context, "settles": not args.ring, "actions": how["actions"], "tasks": args.tasks,
+        "rows": args.rows, "seed": args.seed,
     }  # fmt: skip
     curves = {
         "returns": results.returns.mean(axis=0).round(4).tolist(),
