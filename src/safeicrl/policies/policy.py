@@ -66,11 +66,14 @@ def load_policy(
     greedy: bool = False,
     risk: float | None = None,
     guard: bool = True,
+    settle: bool = True,
 ) -> "Policy":
     """A released policy, by its name or the path of its files. For a run folder: the best one of its lowest seed.
 
     Actions are sampled at the `temperature` given here or in its card; `greedy` takes the most probable ones.
     A guard works at the `risk` given here or in its card; `guard=False` switches it off.
+    After the K episodes of its training its memory settles (docs/deploy.md). With `settle=False` it goes on, for a
+    world that changes while it plays.
     """
     path = find_policy(name_or_path)
     card = read_card(path)
@@ -78,14 +81,14 @@ def load_policy(
     if temperature is None and not greedy:
         temperature = card.get("temperature")
     agent, how = with_options(env, agent, temperature=temperature, greedy=greedy, risk=risk, guard=guard)
-    return Policy(env=env, agent=agent, card={**card, **how})
+    return Policy(env=env, agent=agent, card={**card, **how}, settle=settle)
 
 
 class Policy:
     """A frozen agent that learns each new task from its own history, under a budget."""
 
-    def __init__(self, *, env: Env, agent: Agent, card: dict[str, Any]) -> None:
-        self.env, self.agent, self.card = env, lasting(agent), card
+    def __init__(self, *, env: Env, agent: Agent, card: dict[str, Any], settle: bool = True) -> None:
+        self.env, self.agent, self.card = env, lasting(agent, settle), card
         self.trained = trained_env(card, env).spec
         self._be_idle()
 
