@@ -117,7 +117,7 @@ def with_options(
         used = float(agent.temperature)  # type: ignore[attr-defined]
         actions = "greedy" if used == 0 else f"sampled, temperature {used:g}"
     context = "wiped at every episode" if wipe else "none, parameters adapt" if adapts(agent) else "kept"
-    agent = WipedAgent(agent=agent, spec=env.spec) if wipe else agent
+    agent = WipedAgent(agent=lasting(agent, False), spec=env.spec) if wipe else agent  # nothing to take back
     return agent, {"actions": actions, "context": context, **guarded}
 
 

@@ -317,7 +317,7 @@ class Policy:
 
     @property
     def context(self) -> int | None:
-        """How many of the newest steps it remembers; older ones are forgotten one by one. None: no such limit."""
+        """How many steps it can remember; None: no such limit."""
         net = getattr(getattr(self.agent, "net", None), "trunk", None)
         return None if net is None else min(net.config.context, self.env.spec.trial_steps)
 
