@@ -24,6 +24,8 @@ ENGINE = {"car": " --env.engine planar", "ant": " --env.engine euler"}
 # How the robots' stored runs differ from the default of 40 iterations; a clock stopped Car's after 27.
 LENGTH = {"point": " --algo.iterations 30", "half-cheetah": " --algo.iterations 30", "car": " --minutes 4"}
 REAL = {"car": " --env-args engine=auto", "ant": " --env-args engine=auto"}
+# Chosen on validation tasks (panel "temperatures"); the other stored runs were played at 1.
+TEMPERATURE = {"ant-sampled": " --temperature 0.1"}
 SMALL_NETWORK = " --algo.net.embedding 32 --algo.net.width 96 --algo.net.layers 4 --algo.net.heads 4"
 
 
@@ -40,7 +42,8 @@ def _run(world: str, stem: str, options: str = "") -> str:
 
 def _evaluated(label: str, world: str, tasks: int, stem: str, run: str) -> Need:
     """A run's evaluation on the tasks of SCARED's."""
-    how = f"{REAL.get(world, '')} --tasks {tasks} --rows {tasks} --label '{label}'"
+    temperature = TEMPERATURE.get(stem, "")
+    how = f"{REAL.get(world, '')} --tasks {tasks} --rows {tasks}{temperature} --label '{label}'"
     evaluate = f"safeicrl evaluate runs/safe-ad-{stem}{how} --out results/{FOLDER}/{stem}"
     files = (f"{FOLDER}/{stem}.npz", f"{FOLDER}/{stem}-seed?.npz")
     return Need(label=label, files=files, command=f"{run}\n{evaluate}")
