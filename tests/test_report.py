@@ -18,7 +18,7 @@ from safeicrl.evaluation.results import Results
 from safeicrl.files import read_json, write_json
 from safeicrl.log import read_metrics
 from safeicrl.recipes.form import train_form
-from safeicrl.show.report import draw, jobs, panels, safe_ad, settings, training
+from safeicrl.show.report import draw, jobs, meta, panels, safe_ad, settings, training
 from safeicrl.show.report.content import Found, Grid, find
 from safeicrl.show.report.reproduce import build
 from safeicrl.show.report.steps import trained_on
@@ -245,16 +245,15 @@ def test_evaluations_of_stages_follow_one_another():
 
 def test_every_stored_file_that_a_panel_names_is_found():
     """What is missing today, and nothing else. When a result lands, it leaves this list."""
-    missing = {need.label for panel in panels.PANELS for part in panel.parts for need in find(part, STORED).missing}
+    parts = [part for panel in panels.PANELS for part in panel.parts]
+    missing = {f"{part.name}: {need.label}" for part in parts for need in find(part, STORED).missing}
     fine = (
-        "Safe AD",
-        "SafeMeta",
-        "MAML",
-        "safe-",  # temperatures
-        "guard switched off",
-        "guard at test time only",
-        "taught by the explorer",
-        "calibration",  # of the robots
+        "eps-curves: Safe AD-EPS",
+        "temperatures: Safe AD, sampled",  # of three robots
+        "beyond-point: Safe AD",
+        "beyond-car: Safe AD",
+        "beyond-half-cheetah: Safe AD",
+        "guard-",  # fitted guards of the robots, and what the explorer taught
     )
     assert not {label for label in missing if not label.startswith(fine)}
 
@@ -272,16 +271,18 @@ def test_past_k_is_shown_by_blocks_of_k(tmp_path):
     }
     write_json(tmp_path / "beyond/safe-dark-room.json", played)
     part = part_of("beyond-dark-room")
-    drawing, table = part.show(find(part, tmp_path))
+    drawing, table, _ = part.show(find(part, tmp_path))
     assert table.rows == [
         ["SCARED", "5", "2", "0.25 → 0.5", "3.00 → 1.00", "50.00% → 0.00%"],
         ["random", "4", "2", "0.5 → 1", "2.25 → 0.25", "12.50% → 0.00%"],
     ]
-    curve, k, full, *others = drawing.figure.axes[0].lines  # two curves, K for each, one context that fills up
-    assert (len(curve.get_xdata()), k.get_xdata()[0], full.get_xdata()[0], len(others)) == (4, 2, 3.0, 2)
+    thin, thick, full, *other, k = drawing.figure.axes[0].lines  # two agents, one context that fills up
+    assert (len(thin.get_xdata()), full.get_xdata()[0], len(other), k.get_xdata()[0]) == (4, 3.0, 2, 2)
+    assert list(thick.get_ydata()) == list(thin.get_ydata())  # the mean of one episode
+    assert list(draw._running_mean(np.array([0.0, 2.0, 4.0, 6.0]), 3)) == [1.0, 2.0, 4.0, 5.0]
     # At the small scales the policy is evaluated, too; its card is where the file was.
     stored(tmp_path, "beyond/safe-dark-room", costs=costs, returns=np.ones((4, 4)))
-    _, table = part.show(find(part, tmp_path))
+    _, table, _ = part.show(find(part, tmp_path))
     assert table.rows[0] == ["SCARED", "4", "2", "1 → 1", "2.25 → 0.25", "12.50% → 0.00%"]
 
 
@@ -404,9 +405,40 @@ def test_every_command_of_safe_ad_can_be_parsed():
 
 def test_every_command_of_a_meta_learner_can_be_parsed():
     pytest.importorskip("mujoco")
-    for need in (*panels._meta("dark-room"), *panels._meta("ant")):
-        for line in need.command.splitlines():
-            check(shlex.split(line)[1:])
+    for world in ("dark-room", "ant"):
+        env, tasks = panels.WORLDS[world][1:3]
+        needs = (*meta.needs(world, env, tasks), *meta.variants(world, env, tasks), *meta.past_k(world, env, 60))
+        for need in needs:
+            for line in need.command.splitlines():
+                check(shlex.split(line)[1:])
+
+
+@pytest.mark.parametrize("world", list(panels.WORLDS)[1:])
+def test_commands_of_the_meta_learners_are_those_that_were_run(world):
+    """With every robot. A training may have had more: how often it was saved."""
+    words = lambda line: set(shlex.split(line))  # noqa: E731
+    env, tasks = panels.WORLDS[world][1:3]
+    for need in (*meta.needs(world, env, tasks), *meta.variants(world, env, tasks)):
+        train, evaluate = need.command.splitlines()
+        stem = need.files[0].removesuffix(".npz")
+        folder = STORED / stem.partition("/")[0] / "training" / world
+        assert words(train) <= words(read_json(folder / "config.json", "settings")["command"])
+        assert words(evaluate) == words(read_json(STORED / f"{stem}.json", "results")["meta"]["command"])
+
+
+@pytest.mark.parametrize("world", panels.WORLDS)
+def test_commands_past_k_are_those_that_were_run(world):
+    """But for the folder of a run, and a file's name where it is the default."""
+    for need in panels._beyond(world):
+        path = STORED / need.files[0]
+        if path.exists():
+            card = read_json(path.with_suffix(".json"), "results")
+            ran = (card.get("meta") or card)["command"]
+            asked, ran = (
+                {word for word in shlex.split(line) if "/" not in word and word != "--out"}
+                for line in (need.command, ran)
+            )
+            assert asked == ran
 
 
 @pytest.mark.parametrize("world", safe_ad.DATA)

@@ -43,7 +43,14 @@ def episodes(found: Found, *, table_only: tuple[str, ...] = ()) -> list[Shown]:
         f"cost, first → {first.last_name}", f"episodes over budget, all / {first.last_name}", "trials ever over",
         "environment steps of training, per seed",
     )  # fmt: skip
-    return [Drawing(figure=plots.by_episode(drawn), text=text), Grid(header=header, rows=rows), *_fresh(groups)]
+    figure = _taller(plots.by_episode(drawn), len(drawn))
+    return [Drawing(figure=figure, text=text), Grid(header=header, rows=rows), *_fresh(groups)]
+
+
+def _taller(figure: Figure, agents: int) -> Figure:
+    """Room for the names of many agents beside a figure, and for their commands below it."""
+    figure.set_figheight(figure.get_figheight() + 0.16 * max(agents - 4, 0))
+    return figure
 
 
 def _fresh(groups: Groups) -> list[Shown]:
@@ -54,7 +61,7 @@ def _fresh(groups: Groups) -> list[Shown]:
         if any(about["fresh_episodes"] for about in found):
             names = ("fresh_episodes", "fresh_steps", "fresh_episodes_over_budget")
             played, steps, over = (np.mean([about[name] for about in found]) for name in names)
-            said.append(f"{label} {played:.0f} ({steps:,.0f} steps; {over:.1%} of the episodes over budget)")
+            said.append(f"{label} {played:,.0f} ({steps:,.0f} steps; {over:.1%} of the episodes over budget)")
     text = "To update their parameters, these played more episodes of each task, which do not count above: "
     return [f"{text}{'; '.join(said)}."] if said else []
 
@@ -102,7 +109,7 @@ def budgets(found: Found, *, over: bool = False, table_only: tuple[str, ...] = (
         return []
     what = ", ".join(drawn)
     text = f"Total return and largest episode cost by budget: {what}."
-    shown: list[Shown] = [Drawing(figure=plots.by_budget(drawn), text=text)]
+    shown: list[Shown] = [Drawing(figure=_taller(plots.by_budget(drawn), len(drawn)), text=text)]
     if over:
         text = f"Share of episodes over budget: {what}."
         shown.append(Drawing(figure=plots.over_budget(drawn), text=text))
@@ -365,12 +372,7 @@ def beyond(found: Found, *, table_only: tuple[str, ...] = ()) -> list[Shown]:
     figure = Figure(figsize=(8.4, 2.8))
     axes = figure.subplots(1, 2)
     for axis, name, title in zip(axes, ("returns", "over"), ("episode return", "share over budget"), strict=True):
-        for colour, (label, own) in zip((*PALETTE, "#999999", "#555555", "#000000"), drawn.items(), strict=False):
-            y = own.curves[name]
-            axis.plot(np.arange(1, len(y) + 1), y, color=colour, linewidth=1, label=label)
-            axis.axvline(own.known, color="#bb0000", linestyle=":", linewidth=0.8)
-            if own.full is not None:
-                axis.axvline(own.full, color=colour, linestyle="--", linewidth=0.8)
+        _past_k(axis, drawn, name)
         axis.set(title=title, xlabel="episode (dotted: K, dashed: context full)", ylim=(0, None))
     axes[1].yaxis.set_major_formatter(mpl.ticker.PercentFormatter(xmax=1))
     figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, loc="outside right upper", fontsize=8)
@@ -380,7 +382,41 @@ def beyond(found: Found, *, table_only: tuple[str, ...] = ()) -> list[Shown]:
     ]
     text = f"Return and share over budget past the episodes of training: {', '.join(drawn)}."
     header = ("", "tasks", "K", "return per episode, by blocks of K episodes", "cost", "over budget")
-    return [Drawing(figure=figure, text=text), Grid(header=header, rows=rows)]
+    note = (
+        f"Thin: each episode. Thick: the mean of K / {SMOOTHED} around it. The figure ends after {BLOCKS_DRAWN} K."
+    )
+    return [Drawing(figure=figure, text=text), Grid(header=header, rows=rows), note, *_fresh(evaluated)]
+
+
+BLOCKS_DRAWN = 3  # of K episodes each
+SMOOTHED = 4  # a curve is the mean over K divided by this
+
+
+def _past_k(axis: Axes, drawn: "dict[str, PlayedOn]", name: str) -> None:
+    """The curves of one number, and what changes for an agent: it is past K, its context is full."""
+    colours = _colours(list(drawn))
+    for label, own in drawn.items():
+        y = own.curves[name][: BLOCKS_DRAWN * own.known]
+        x = np.arange(1, len(y) + 1)
+        axis.plot(x, y, color=colours[label], linewidth=0.6, alpha=0.25)
+        axis.plot(x, _running_mean(y, max(own.known // SMOOTHED, 1)), color=colours[label], label=label)
+        if own.full is not None and own.full <= len(y):
+            axis.axvline(own.full, color=colours[label], linestyle="--", linewidth=0.8)
+    for known in {own.known for own in drawn.values()}:
+        axis.axvline(known, color="#bb0000", linestyle=":", linewidth=0.8)
+
+
+def _running_mean(y: np.ndarray, width: int) -> np.ndarray:
+    """The mean of up to `width` values around each, fewer at the ends."""
+    before = (width - 1) // 2
+    return np.array([y[max(i - before, 0) : i + width - before].mean() for i in range(len(y))])
+
+
+def _colours(labels: list[str]) -> dict[str, str]:
+    """Those that methods and reference agents have in every figure; others take what is left."""
+    known = {**plots.METHOD_COLOURS, **plots.REFERENCE_COLOURS}
+    free = itertools.cycle([colour for colour in PALETTE if colour not in known.values()])
+    return {label: known.get(label) or next(free) for label in labels}
 
 
 BLOCKS = (("returns", ".3g"), ("costs", ".2f"), ("over", ".2%"))

@@ -6,7 +6,7 @@ results of the paper's scale and those of a smoke run, and shows what is missing
 
 from functools import partial
 
-from safeicrl.show.report import draw, safe_ad, training
+from safeicrl.show.report import draw, meta, safe_ad, training
 from safeicrl.show.report.content import Need, Panel, Part
 from safeicrl.show.report.safe_ad import REAL
 from safeicrl.show.report.settings import TABLES, settings_parts
@@ -41,20 +41,6 @@ def _scared(world: str) -> Need:
     return _trained("SCARED", preset, preset, f"{REAL.get(world, '')} --tasks {tasks}", f"{folder}/policy")
 
 
-def _meta(world: str) -> tuple[Need, ...]:
-    _, folder, tasks, _ = WORLDS[world]
-    # In the real physics an update of Ant from 20 fresh episodes takes too long.
-    how = {"dark-room": " --rows 500", "ant": " --fresh-episodes 5"}.get(world, "")
-    found = []
-    for label, algo, short in training.METHODS:
-        stem = f"{short}/{world}"
-        run = training.meta_run(algo, short, world, folder)
-        evaluate = f"safeicrl evaluate runs/{short}-{world}{REAL.get(world, '')} --tasks {tasks}{how}"
-        command = f"{run}\n{evaluate} --label '{label}' --out results/{stem}"
-        found.append(Need(label=label, files=(f"{stem}.npz", f"{stem}-seed?.npz"), command=command))
-    return tuple(found)
-
-
 def _reference(world: str, agent: str) -> Need:
     _, folder, tasks, _ = WORLDS[world]
     command = f"safeicrl evaluate --agent {agent} --env {folder} --tasks {tasks} --out results/{folder}/{agent}"
@@ -70,11 +56,23 @@ def _line(world: str, line: str) -> Need:
 
 def _methods(world: str) -> tuple[Need, ...]:
     """Every method of the paper in one world, then the baselines of this library."""
-    paper = (_scared(world), *safe_ad.needs(world, WORLDS[world][2]), *_meta(world))
+    _, folder, tasks, _ = WORLDS[world]
+    paper = (_scared(world), *safe_ad.needs(world, tasks), *meta.needs(world, folder, tasks))
     if world == "dark-room":
         own = tuple(_reference(world, agent) for agent in ("explorer", "planner", "random"))
         return (*paper, *own)
     return (*paper, _line(world, "privileged"), _line(world, "memoryless"), _reference(world, "random"))
+
+
+def _far(world: str) -> tuple[str, ...]:
+    """Agents that earn so much less than the others that a figure of them all would show nothing."""
+    return ("random",) if world in ("half-cheetah", "ant") else ()
+
+
+def _few(world: str) -> tuple[str, ...]:
+    """Agents that a figure by budget leaves out: a robot at random, and who has too few trials for a curve."""
+    few = tuple(label for label, *_ in meta.METHODS) if world in meta.FEWER_TASKS else ()
+    return few if world == "dark-room" else (*few, "random")
 
 
 def _by_budget(world: str) -> tuple[Need, ...]:
@@ -222,29 +220,35 @@ EPS_SMALL = tuple(
 )
 
 
+# Options of bench/beyond.py behind the stored files: fewer tasks where the physics are slow.
+PAST_K = {
+    "safe-dark-room": " --tasks 60 --rows 30",
+    "safe-dark-room-guard": " --times 10",
+    "safe-dark-point": " --tasks 32",
+    "safe-dark-car": " --tasks 16 --rows 16",
+    "safe-velocity-half-cheetah": " --tasks 21 --rows 21",
+    "safe-velocity-ant": " --tasks 21 --rows 21",
+}
+
+
 def _beyond(world: str) -> tuple[Need, ...]:
     """Who plays on past K in a world. The agents of a line are left out: they forget at every episode."""
     _, folder, _, _ = WORLDS[world]
-    times = 150 if world == "dark-room" else 60
+    episodes, tasks = (150, 60) if world == "dark-room" else (60, 21)
 
     def shipped(label: str, policy: str) -> Need:
-        command = f"python bench/beyond.py {policy} --out results/beyond/{policy}.json"
+        command = f"python bench/beyond.py {policy}{PAST_K[policy]} --out results/beyond/{policy}.json"
         return Need(label=label, files=(f"beyond/{policy}.json", f"beyond/{policy}.npz"), command=command)
 
-    def other(label: str, stem: str, agent: str) -> Need:
-        out = f"beyond/{folder}-{stem}"
-        command = f"safeicrl evaluate {agent} --tasks 60 --episodes {times} --label '{label}' --out results/{out}"
-        return Need(label=label, files=(f"{out}.npz",), command=command)
+    def reference(agent: str) -> Need:
+        out = f"beyond/{folder}-{agent}"
+        how = f"--agent {agent} --env {folder} --tasks {tasks} --episodes {episodes}"
+        return Need(label=agent, files=(f"{out}.npz",), command=f"safeicrl evaluate {how} --out results/{out}")
 
-    learned = (
-        other("Safe AD", "safe-ad", f"runs/safe-ad-{world}"),
-        other("SafeMeta", "safe-meta", f"runs/safe-meta-{world}"),
-        other("MAML with penalty", "maml", f"runs/maml-{world}"),
-    )
     guard = (shipped("SCARED, guard", "safe-dark-room-guard"),) if world == "dark-room" else ()
     hand = ("explorer", "planner", "random") if world == "dark-room" else ("random",)
-    reference = tuple(other(agent, agent, f"--agent {agent} --env {folder}") for agent in hand)
-    return (shipped("SCARED", folder), *guard, *learned, *reference)
+    learned = (safe_ad.past_k(world, folder, episodes), *meta.past_k(world, folder, episodes))
+    return (shipped("SCARED", folder), *guard, *learned, *(reference(agent) for agent in hand))
 
 
 def _wide(world: str) -> tuple[Need, ...]:
@@ -265,20 +269,17 @@ def _wide(world: str) -> tuple[Need, ...]:
 
 
 def _temperatures() -> tuple[Need, ...]:
-    """Evaluations on validation tasks at several temperatures, for each policy and for Safe AD."""
-    policies = {policy: (f"{policy}/validation/*.npz", policy) for policy in training.POLICIES}
-    safe_ad = {
-        f"Safe AD, {world}": (f"safe-ad/validation/{world}-[0-9]*.npz", f"runs/safe-ad-{world}") for world in WORLDS
-    }
-    return tuple(
+    """Evaluations on validation tasks at several temperatures: the policies, and Safe AD where it samples."""
+    policies = tuple(
         Need(
-            label=label,
-            files=(files,),
-            command=f"safeicrl evaluate {who} --list validation --seed 1000 --temperature 0.5 "
-            f"--out results/{files.replace('*', '0.5').replace('[0-9]', '').removesuffix('.npz')}",
+            label=policy,
+            files=(f"{policy}/validation/*.npz",),
+            command=f"safeicrl evaluate {policy} --list validation --seed 1000 --temperature 0.5 "
+            f"--out results/{policy}/validation/0.5",
         )
-        for label, (files, who) in {**policies, **safe_ad}.items()
+        for policy in training.POLICIES
     )
+    return (*policies, *safe_ad.temperatures())
 
 
 # The context ablation's policies in trials twice as long as the paper's, where 3000 steps can be used.
@@ -300,14 +301,16 @@ PANELS: tuple[Panel, ...] = (
         text="The paper's question (i): does a frozen policy earn more and cost less as its context grows, "
         "on tasks it never saw? One figure per world, all methods of the paper, and the baselines of this library. "
         "Agents that were evaluated with the same seed on the same number of tasks met the same tasks; the table "
-        "has the numbers, the list below it the seeds. SafeVelocity is tested on three speed limits "
+        "has the numbers, the list below it the seeds. In the table alone: meta-learners that update their "
+        "parameters only from the episodes that count (own episodes), or never. SafeVelocity is tested on three "
+        "speed limits "
         "only: its bands and errors count 200 repeats of these, so they are too small.",
         parts=tuple(
             Part(
                 name=f"episodes-{world}",
                 title=WORLDS[world][0],
-                needs=_methods(world),
-                show=partial(draw.episodes, table_only=("random",) if world in ("half-cheetah", "ant") else ()),
+                needs=(*_methods(world), *meta.variants(world, *WORLDS[world][1:3])),
+                show=partial(draw.episodes, table_only=(*_far(world), *meta.VARIANT_LABELS)),
             )
             for world in WORLDS
         )
@@ -326,13 +329,14 @@ PANELS: tuple[Panel, ...] = (
         title="Total return and largest episode cost by budget",
         text="The paper's question (ii): does the policy use a larger budget, and does the largest cost of any "
         "episode of a trial stay below it? A point above the dotted line means that, on average, the worst episode "
-        "of a trial was over budget.",
+        "of a trial was over budget. Car's meta-learners are in the table only: they have three to five trials in "
+        "a bin.",
         parts=tuple(
             Part(
                 name=f"budgets-{world}",
                 title=WORLDS[world][0],
                 needs=_by_budget(world),
-                show=partial(draw.budgets, table_only=("random",) if world != "dark-room" else ()),
+                show=partial(draw.budgets, table_only=_few(world)),
             )
             for world in WORLDS
         ),
@@ -433,7 +437,7 @@ PANELS: tuple[Panel, ...] = (
             Part(
                 name="training-meta",
                 title="SafeMeta and MAML with penalty",
-                needs=tuple(need for world in WORLDS for need in training.meta(world, WORLDS[world][1])),
+                needs=tuple(need for world in WORLDS for need in meta.logs(world, WORLDS[world][1])),
                 show=training.meta_table,
             ),
             Part(name="training-steps", title="What steps buy", needs=training.STEPS, show=training.steps),
@@ -472,7 +476,7 @@ PANELS: tuple[Panel, ...] = (
         "every episode, so nothing changes for them.",
         parts=tuple(
             Part(name=f"beyond-{world}", title=WORLDS[world][0], needs=_beyond(world),
-                show=partial(draw.beyond, table_only=("random",) if world in ("half-cheetah", "ant") else ()))
+                show=partial(draw.beyond, table_only=_far(world)))
             for world in WORLDS
         ),
     ),

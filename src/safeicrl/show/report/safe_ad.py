@@ -24,7 +24,11 @@ ENGINE = {"car": " --env.engine planar", "ant": " --env.engine euler"}
 # How the robots' stored runs differ from the default of 40 iterations; a clock stopped Car's after 27.
 LENGTH = {"point": " --algo.iterations 30", "half-cheetah": " --algo.iterations 30", "car": " --minutes 4"}
 REAL = {"car": " --env-args engine=auto", "ant": " --env-args engine=auto"}
+# Chosen on validation tasks (panel "temperatures"); the other stored runs were played at 1.
+TEMPERATURE = {"ant-sampled": " --temperature 0.1"}
 SMALL_NETWORK = " --algo.net.embedding 32 --algo.net.width 96 --algo.net.layers 4 --algo.net.heads 4"
+# Of the room's small network; the full one's weights are too large to store.
+SMALL_LABEL, SMALL_RUN = "Safe AD, small network", f"results/{FOLDER}/training/dark-room-light"
 
 
 def _run(world: str, stem: str, options: str = "") -> str:
@@ -40,7 +44,8 @@ def _run(world: str, stem: str, options: str = "") -> str:
 
 def _evaluated(label: str, world: str, tasks: int, stem: str, run: str) -> Need:
     """A run's evaluation on the tasks of SCARED's."""
-    how = f"{REAL.get(world, '')} --tasks {tasks} --rows {tasks} --label '{label}'"
+    temperature = TEMPERATURE.get(stem, "")
+    how = f"{REAL.get(world, '')} --tasks {tasks} --rows {tasks}{temperature} --label '{label}'"
     evaluate = f"safeicrl evaluate runs/safe-ad-{stem}{how} --out results/{FOLDER}/{stem}"
     files = (f"{FOLDER}/{stem}.npz", f"{FOLDER}/{stem}-seed?.npz")
     return Need(label=label, files=files, command=f"{run}\n{evaluate}")
@@ -49,7 +54,7 @@ def _evaluated(label: str, world: str, tasks: int, stem: str, run: str) -> Need:
 def needs(world: str, tasks: int) -> tuple[Need, ...]:
     """Safe AD in one world: as in the paper, then a form of this library."""
     if world == "dark-room":
-        label, form, options = "Safe AD, small network", "light", f"{SMALL_NETWORK} --algo.iterations 60"
+        label, form, options = SMALL_LABEL, "light", f"{SMALL_NETWORK} --algo.iterations 60"
     else:
         label, form, options = "Safe AD, sampled", "sampled", " --algo.net.actions sampled"
     stem = f"{world}-{form}"
@@ -57,6 +62,33 @@ def needs(world: str, tasks: int) -> tuple[Need, ...]:
         _evaluated("Safe AD", world, tasks, world, _run(world, world)),
         _evaluated(label, world, tasks, stem, _run(world, stem, options)),
     )
+
+
+def past_k(world: str, env: str, episodes: int) -> Need:
+    """It plays on for this number of episodes; in the room with the small network, whose weights are stored."""
+    label, run, tasks = "Safe AD", f"runs/safe-ad-{world}", 60
+    if world == "dark-room":
+        label, run, tasks = SMALL_LABEL, SMALL_RUN, 10
+    out = f"beyond/{env}-{FOLDER}"
+    how = f"{REAL.get(world, '')} --tasks {tasks} --rows {tasks} --episodes {episodes} --label '{label}'"
+    command = f"safeicrl evaluate {run}{how} --out results/{out}"
+    return Need(label=label, files=(f"{out}.npz",), command=command)
+
+
+def temperatures() -> tuple[Need, ...]:
+    """Evaluations on validation tasks, one per temperature, of what samples its actions: no mean."""
+    found = []
+    for world in DATA:
+        stem, label, run, tasks = f"{world}-sampled", "Safe AD, sampled", f"runs/safe-ad-{world}-sampled", 100
+        if world == "dark-room":
+            stem, label, run, tasks = "dark-room-light", SMALL_LABEL, SMALL_RUN, 20
+        out = f"{FOLDER}/validation/{stem}"
+        how = (
+            f"{REAL.get(world, '')} --list validation --seed 1000 --tasks {tasks} --rows {tasks} --temperature 0.5"
+        )
+        command = f"safeicrl evaluate {run}{how} --out results/{out}-0.5"
+        found.append(Need(label=f"{label}, {world}", files=(f"{out}-[0-9]*.npz",), command=command))
+    return tuple(found)
 
 
 # Safe AD-EPS, in the room only.

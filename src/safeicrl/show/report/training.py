@@ -10,7 +10,6 @@ from safeicrl.evaluation import plots
 from safeicrl.evaluation.results import Results
 from safeicrl.files import read_json
 from safeicrl.show.report.content import Drawing, File, Found, Grid, Need, Shown
-from safeicrl.show.report.safe_ad import ENGINE
 from safeicrl.show.report.steps import in_words
 
 PRETRAINED = Path(__file__).parents[2] / "policies" / "pretrained"
@@ -66,35 +65,6 @@ STEPS = (
 )
 ROBOTS = tuple(_run(policy, preset) for policy, preset in list(POLICIES.items())[2:])
 MARKS = (1e6, 4e6, 16e6, 64e6, 240e6)  # environment steps
-
-
-# How the stored runs of the meta-learners differ from the defaults. Those of the room were stopped after 300 of
-# 2,000 iterations, those of Ant after 214 (SafeMeta) and 295; none of them has a schedule that this would change.
-META = {
-    "dark-room": " --seeds 3 --iterations 300",
-    "ant": " --algo.batch-episodes 3 --iterations 300 --evaluation.every 100 --evaluation.tasks 20 "
-    "--evaluation.episodes 6",
-}
-# (label, algorithm, folder of its results)
-METHODS = (("SafeMeta", "safe-meta", "safe-meta"), ("MAML with penalty", "maml-penalty", "maml"))
-
-
-def meta_run(algo: str, folder: str, world: str, env: str) -> str:
-    """The command that trains a meta-learner in a world, whose environment is `env`."""
-    how = f"{ENGINE.get(world, '')}{META.get(world, '')}"
-    return f"safeicrl train --algo {algo} --env {env}{how} --out runs/{folder}-{world}"
-
-
-def meta(world: str, env: str) -> tuple[Need, ...]:
-    """The logs of both meta-learners in one world."""
-    return tuple(
-        Need(
-            label=f"{label}, {world}",
-            files=(f"{folder}/training/{world}/metrics.jsonl",),
-            command=meta_run(algo, folder, world, env),
-        )
-        for label, algo, folder in METHODS
-    )
 
 
 HEADER = (
