@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import io
 import json
 import re
@@ -400,6 +401,14 @@ def test_the_demo_leaves_its_files(tmp_path, capsys):
             assert len(picture.convert("RGB").getcolors(2**24)) > 100  # something is drawn in it
     with Image.open(tmp_path / "one-room.gif") as film:
         assert film.n_frames > 3
+
+
+def test_the_demo_searches_for_garbage_rarely(tmp_path, monkeypatch):
+    before, seen = gc.get_threshold(), []
+    monkeypatch.setattr("safeicrl.show.demo.run", lambda *_, **__: seen.append(gc.get_threshold()[0]))
+    assert main(["demo", "--out", str(tmp_path)]) == 0
+    assert seen[0] > 10 * before[0]
+    assert gc.get_threshold() == before
 
 
 def test_a_rooms_film_tells_what_happened():
