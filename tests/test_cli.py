@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import io
 import json
 import re
@@ -359,10 +360,17 @@ def test_the_module_is_the_program():
     assert "Did you mean 'train'" in done.stderr
 
 
+def test_a_command_ends_without_a_last_search_for_garbage():
+    code = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count())); import safeicrl.cli"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 10_000
+
+
 def test_the_library_runs_without_the_command_lines_packages():
     code = (
         "import sys; sys.modules |= {'tyro': None, 'gymnasium': None};"
-        "import safeicrl.train, safeicrl.recipes, safeicrl.policies.policy, safeicrl.show.demo"
+        "import safeicrl.policies.policy, safeicrl.show.demo; assert 'optax' not in sys.modules;"  # takes time
+        "import safeicrl.train, safeicrl.recipes"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -393,6 +401,14 @@ def test_the_demo_leaves_its_files(tmp_path, capsys):
             assert len(picture.convert("RGB").getcolors(2**24)) > 100  # something is drawn in it
     with Image.open(tmp_path / "one-room.gif") as film:
         assert film.n_frames > 3
+
+
+def test_the_demo_searches_for_garbage_rarely(tmp_path, monkeypatch):
+    before, seen = gc.get_threshold(), []
+    monkeypatch.setattr("safeicrl.show.demo.run", lambda *_, **__: seen.append(gc.get_threshold()[0]))
+    assert main(["demo", "--out", str(tmp_path)]) == 0
+    assert seen[0] > 10 * before[0]
+    assert gc.get_threshold() == before
 
 
 def test_a_rooms_film_tells_what_happened():

@@ -20,6 +20,7 @@ from safeicrl.evaluation import plots
 from safeicrl.evaluation.archive import save_results
 from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.tables import draw_all, group, seeds_table, summary_table
+from safeicrl.show import films
 from safeicrl.show.films import RobotFilm, RoomFilm, chosen_episodes, save_film
 
 
@@ -307,10 +308,10 @@ def room_film() -> RoomFilm:
 
 def robot_film() -> RobotFilm:
     signals = [np.array([1.0, 2.0]), np.array([1.0, 0.0, 0.5, 4.0])]
-    pictures = [np.full((8, 8, 3), shade, np.uint8) for shade in (0, 100, 200)]
+    first, second, third = (np.full((8, 8, 3), shade, np.uint8) for shade in (0, 100, 200))
     return RobotFilm(
         label="x", world="Arena", budget=2.0, rewards=signals, costs=signals, steps=[0, 2, 4],
-        pictures={0: pictures, 1: pictures[::-1]},
+        pictures={0: [first, second, second], 1: [third, second, first]},
     )  # fmt: skip
 
 
@@ -323,6 +324,15 @@ def test_a_film_moves(film, tmp_path):
             image.seek(index)
             frames.append(np.asarray(image.convert("RGB")).astype(int))
     assert all(abs(a - b).max() > 50 for a, b in itertools.pairwise(frames))
+
+
+@pytest.mark.parametrize("film", [room_film(), robot_film()], ids=["room", "robot"])
+def test_an_episode_that_has_ended_looks_as_if_it_were_drawn_again(film, monkeypatch):
+    assert min(film.last_frame(episode) for episode in film.shown) == 1 < film.frames - 1
+    quick = [np.asarray(frame.convert("RGB")) for frame in films._frames(film)]
+    monkeypatch.setattr(type(film), "last_frame", lambda *_: film.frames)  # all are drawn in every frame
+    every = [np.asarray(frame.convert("RGB")) for frame in films._frames(film)]
+    np.testing.assert_array_equal(quick, every)
 
 
 def test_what_a_film_says_of_an_episode():

@@ -62,6 +62,7 @@ def test_a_budget_of_whole_units_keeps_all_of_them():
     budgets = (np.arange(1, 200) * 0.3).astype(np.float32)
     assert (np.floor(budgets / np.float32(0.3)) < np.arange(1, 200)).any()
     np.testing.assert_allclose(usable_budget(jnp.asarray(budgets), spec), budgets, rtol=1e-5)
+    np.testing.assert_allclose(usable_budget(budgets, spec), budgets, rtol=1e-5)  # NumPy's division
 
 
 @dataclasses.dataclass(frozen=True)

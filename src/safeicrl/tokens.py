@@ -2,8 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from safeicrl.budgets import beside
+from safeicrl.budgets import Array, beside
 from safeicrl.envs.api import EnvSpec, record
 
 
@@ -33,9 +34,13 @@ class Token:
         return self.start & (self.episode == 0)
 
 
-def usable_budget(budget: jax.Array, spec: EnvSpec) -> jax.Array:
-    """The budget rounded down to a whole number of cost units: the same constraint, fewer values to learn."""
-    return jnp.floor(budget / spec.cost_unit + 1e-4) * spec.cost_unit if spec.cost_unit else budget
+def usable_budget(budget: Array, spec: EnvSpec) -> Array:
+    """The budget rounded down to a whole number of cost units: the same constraint, fewer values to learn.
+
+    NumPy's arrays stay NumPy's: JAX would compile a program for each operation.
+    """
+    floor = np.floor if isinstance(budget, np.ndarray) else jnp.floor
+    return floor(budget / spec.cost_unit + 1e-4) * spec.cost_unit if spec.cost_unit else budget
 
 
 def first_token(spec: EnvSpec, observation: jax.Array, budget: jax.Array) -> Token:

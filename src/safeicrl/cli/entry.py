@@ -4,8 +4,10 @@ A user's mistake gets one line on stderr and exit code 2; a traceback is always 
 has saved its work, and ends with exit code 128 + signal: 130 after Ctrl-C.
 """
 
+import atexit
 import contextlib
 import functools
+import gc
 import io
 import os
 import re
@@ -24,6 +26,10 @@ from safeicrl.machine import hosts
 from safeicrl.machine.compiled import keep_compiled
 from safeicrl.plugins import import_module
 from safeicrl.version import VERSION
+
+# Before it ends, Python looks for garbage once more: half a second after JAX has traced a few programs. Frozen
+# objects are left out; they go with the process.
+atexit.register(gc.freeze)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,5 +1,8 @@
 """The commands that show something: reproduce, demo, play, list."""
 
+import contextlib
+import gc
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -51,12 +54,24 @@ class Demo:
 
 def demo(args: list[str]) -> None:
     """Agents on unseen tasks: a table, the figures, an animation of one task being learned."""
-    from safeicrl.show.demo import run, world_name
-
     asked = parse("demo", Demo, args)
-    world_name(asked.world)  # refuses an unknown name before anything is written
-    make_folder(asked.out)
-    run(asked.out, world=asked.world, policy=asked.policy, tasks=asked.tasks, seed=asked.seed)
+    with _rare_collections():
+        from safeicrl.show.demo import run, world_name
+
+        world_name(asked.world)  # refuses an unknown name before anything is written
+        make_folder(asked.out)
+        run(asked.out, world=asked.world, policy=asked.policy, tasks=asked.tasks, seed=asked.seed)
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Look for garbage rarely: imports and traced programs leave hardly any, and make each search long."""
+    before = gc.get_threshold()
+    gc.set_threshold(50_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 @dataclass(frozen=True, kw_only=True)

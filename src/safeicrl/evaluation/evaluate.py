@@ -1,7 +1,7 @@
 """The paper's evaluation: a frozen agent, unseen tasks, a budget for each, K episodes with a growing context."""
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
@@ -18,9 +18,11 @@ from safeicrl.errors import MOST_EPISODES, MOST_STEPS, UserError, check_budget, 
 from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.task_lists import TaskList, evaluation_keys, load_list, sample_tasks
 from safeicrl.machine.devices import everywhere, make_mesh, over_rows, padded, spread, using
-from safeicrl.optimisers.meta import Spent
 from safeicrl.provenance import surroundings
 from safeicrl.trial import Episodes, episode_sums, first_fault, run_trials
+
+if TYPE_CHECKING:  # it imports optax, which few agents need
+    from safeicrl.optimisers.meta import Spent
 
 SEGMENT = 32  # steps; a shorter segment of a trial saves less time than its compilation takes
 
@@ -111,7 +113,7 @@ def _draw_tasks(env: Env, frozen: TaskList | None, tasks: int, split: Split, see
 def _play_all(
     env: Env, agent: Agent, sampled: PyTree, budgets: np.ndarray, seed: int, *, tasks: int, episodes: int,
     rows: int, segments: int, mesh: Mesh | None,
-) -> tuple[Any, Spent | None, np.ndarray | None]:  # fmt: skip
+) -> "tuple[Any, Spent | None, np.ndarray | None]":  # fmt: skip
     """A trial for each budget, `rows` at a time: what `_play` returns, for all trials, in NumPy arrays."""
     trials, steps = len(budgets), episodes * env.spec.max_steps
     segments = min(segments, max(steps // SEGMENT, 1)) if _grows(agent, sampled, steps) else 1
@@ -210,7 +212,7 @@ def _plain_limits(tasks: PyTree) -> list[float]:
 @eqx.filter_jit
 def _play(
     env: Env, agent: Agent, tasks: PyTree, budgets: jax.Array, key: Key, *, episodes: int, segments: int
-) -> tuple[tuple[Episodes, Spent | None, jax.Array | None], jax.Array]:
+) -> "tuple[tuple[Episodes, Spent | None, jax.Array | None], jax.Array]":
     """Sums per episode, and the first fault; inside one jit, so that the steps themselves are never kept.
 
     For an agent that updates its parameters: also what it played besides the episodes of the trial. For one with a
@@ -227,7 +229,7 @@ def _play(
     return everywhere(((episode_sums(trials, episodes), None, stepped_in), first_fault(trials)))
 
 
-def spending(spent: Spent) -> dict[str, Any]:
+def spending(spent: "Spent") -> dict[str, Any]:
     """What the updates of a trial took besides the episodes that count, as means over trials, for the results."""
     episodes = float(spent.episodes.sum())
     each = lambda total: float(total.sum() / episodes) if episodes else None  # noqa: E731

@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
@@ -50,6 +51,7 @@ STYLE: dict[Any, Any] = {
     "grid.color": "#e6e6e6",
     "lines.linewidth": 1.6,
 }
+DPI = 160  # pixels per inch of a file
 CORNER = 6  # size of the letters below a figure
 
 
@@ -244,7 +246,11 @@ def against_steps(panels: Sequence[tuple[str, dict[str, Points]]], marks: Sequen
 def save(figure: Figure, path: Path) -> Path:
     """Write a figure in the format its name ends with."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=path.suffix[1:], dpi=160)
+    if path.suffix == ".png":  # `savefig` would go through the figure twice
+        figure.set_dpi(DPI)
+        FigureCanvasAgg(figure).print_png(buffer)
+    else:
+        figure.savefig(buffer, format=path.suffix[1:], dpi=DPI)
     atomic_write(path, [buffer.getbuffer()])
     return path
 

@@ -13,8 +13,6 @@ from safeicrl.agents.api import Agent
 from safeicrl.agents.decision import DecisionAgent
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.agents.mlp import MlpAgent
-from safeicrl.algos.maml_penalty import MamlAdapter, MamlPenaltyConfig
-from safeicrl.algos.safe_meta import SafeAdapter, SafeMetaConfig
 from safeicrl.config import from_plain
 from safeicrl.envs.api import Env, EnvSpec
 from safeicrl.envs.registry import env_from_plain
@@ -24,7 +22,6 @@ from safeicrl.nets.decision_transformer import DecisionConfig, DecisionNet, unit
 from safeicrl.nets.feedforward import check_hidden
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
-from safeicrl.optimisers.meta import MetaAgent
 from safeicrl.policies import checkpoint
 from safeicrl.policies.cards import read_card
 
@@ -109,12 +106,21 @@ def _mlp(card: dict[str, Any], env: Env) -> Agent:
     return MlpAgent.build(env.spec, check_hidden(card["hidden"]))
 
 
+# These two import what they need themselves: optax takes time to import, and the other kinds do without it.
+
+
 def _maml_penalty(card: dict[str, Any], env: Env) -> Agent:
+    from safeicrl.algos.maml_penalty import MamlAdapter, MamlPenaltyConfig
+    from safeicrl.optimisers.meta import MetaAgent
+
     config = from_plain(MamlPenaltyConfig, card["settings"], "settings")
     return MetaAgent.build(MamlAdapter(env.spec, config), jax.random.key(0))
 
 
 def _safe_meta(card: dict[str, Any], env: Env) -> Agent:
+    from safeicrl.algos.safe_meta import SafeAdapter, SafeMetaConfig
+    from safeicrl.optimisers.meta import MetaAgent
+
     config = from_plain(SafeMetaConfig, card["settings"], "settings")
     return MetaAgent.build(SafeAdapter(env.spec, config), jax.random.key(0))
 

@@ -333,7 +333,7 @@ class Policy:
         slides as in training. A second episode is one, if training had single episodes only.
         """
         spec = self.trained
-        usable = lambda values: np.asarray(usable_budget(jnp.asarray(values, jnp.float32), spec))  # noqa: E731
+        usable = lambda values: usable_budget(np.asarray(values, np.float32), spec)  # noqa: E731
         known = getattr(self.agent, "known_budgets", None)  # Safe AD knows those of its data
         messages = []
         ranges = spec.ranges("train") if known is None else [known]

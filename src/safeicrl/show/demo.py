@@ -10,7 +10,7 @@ from rich.console import Console
 from safeicrl.envs.api import Env
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.envs.registry import WORLDS, make_env, nicks
-from safeicrl.errors import UserError, check_integer, unknown_name
+from safeicrl.errors import UserError, check_integer, check_seed, unknown_name
 from safeicrl.evaluation import plots
 from safeicrl.evaluation.archive import save_results
 from safeicrl.evaluation.results import Results
@@ -20,6 +20,7 @@ from safeicrl.policies.contenders import Contender, reference, released
 from safeicrl.show.films import save_film
 from safeicrl.show.shoot import shoot_robot, shoot_room, unwrapped
 
+SEGMENTS = 5  # of a trial: each takes longer to load than it saves if there are more
 ROOM_BUDGET = 3.0  # in a room's film; a robot's film has the middle of its test range
 
 
@@ -37,13 +38,17 @@ def run(
     The star is `policy` (a path or a name), or what ships for the world. `env` is the world with other parameters.
     """
     check_integer("tasks", tasks, 1)
+    check_seed(seed)
     console = Console()
     field = contenders(env, world=world, policy=policy)
     results: list[Results] = []
     name = "one-room.gif" if isinstance(unwrapped(field[0].env), SafeDarkRoom) else "one-task.gif"
-    with ThreadPoolExecutor() as pool:  # side by side: on few tasks one agent does not fill the cores
-        playing = [pool.submit(contender.evaluate, tasks=tasks, seed=seed) for contender in field]
+    # Two at a time: on few tasks one agent does not fill the cores, and more of them would only wait for Python.
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        start = lambda who: pool.submit(who.evaluate, tasks=tasks, seed=seed, segments=SEGMENTS)  # noqa: E731
+        playing = [start(field[0])]  # the star takes longest
         filming = pool.submit(film, field[0], out / name, seed=seed, console=console)
+        playing += [start(contender) for contender in field[1:]]
         for contender, job in zip(field, playing, strict=True):
             results.append(found := job.result())
             steps = int(found.lengths.sum())

@@ -9,6 +9,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
@@ -55,6 +58,10 @@ class RoomFilm:
     def frames(self) -> int:
         """As many as the longest shown episode has cells."""
         return max(len(self.paths[episode]) for episode in self.shown)
+
+    def last_frame(self, episode: int) -> int:
+        """From this frame on, the episode's picture and caption stay as they are."""
+        return len(self.paths[episode]) - 1
 
     def picture(self, episode: int, frame: int) -> np.ndarray:
         """The room and the way through it so far."""
@@ -131,6 +138,10 @@ class RobotFilm:
         """One per picture of an episode."""
         return len(self.steps)
 
+    def last_frame(self, episode: int) -> int:
+        """From this frame on, the episode's picture and caption stay as they are."""
+        return int(np.searchsorted(self.steps, len(self.costs[episode])))
+
     def picture(self, episode: int, frame: int) -> np.ndarray:
         """The picture taken there."""
         return self.pictures[episode][frame]
@@ -187,9 +198,10 @@ def save_film(film: Film, path: Path) -> Path:
 
 
 def _frames(film: Film) -> Iterator[Image.Image]:
-    """One figure, laid out once; a frame draws only its pictures and captions anew."""
+    """One figure, laid out once; a frame draws only the episodes that are still going."""
     width, height = film.inches
-    figure = Figure(figsize=(width * len(film.shown), height), dpi=80, layout="constrained")
+    layout = ConstrainedLayoutEngine()
+    figure = Figure(figsize=(width * len(film.shown), height), dpi=80, layout=layout)
     canvas = FigureCanvasAgg(figure)
     grid = figure.add_gridspec(len(film.heights), len(film.shown), height_ratios=film.heights)
     panels = []
@@ -200,7 +212,7 @@ def _frames(film: Film) -> Iterator[Image.Image]:
         panels.append((episode, axis, axis.imshow(film.picture(episode, 0)), caption))
     film.draw_charts([figure.add_subplot(grid[row, :]) for row in range(1, len(film.heights))])
     figure.suptitle(film.title, fontsize=9)
-    canvas.draw()
+    layout.execute(figure)
     figure.set_layout_engine("none")
     for _, axis, *_ in panels:
         axis.set_visible(False)
@@ -208,14 +220,23 @@ def _frames(film: Film) -> Iterator[Image.Image]:
     still = canvas.copy_from_bbox(figure.bbox)
     for _, axis, *_ in panels:
         axis.set_visible(True)
+
+    def draw(episode: int, axis: Axes, image: AxesImage, caption: Text) -> None:
+        image.set_data(film.picture(episode, frame))
+        caption.set_text(film.caption(episode, frame))
+        caption.set_color(BROKEN if film.over(episode, frame) else "#222222")
+        axis.draw_artist(image)
+        axis.draw_artist(caption)
+
     for frame in range(film.frames):
         canvas.restore_region(still)
-        for episode, axis, image, caption in panels:
-            image.set_data(film.picture(episode, frame))
-            caption.set_text(film.caption(episode, frame))
-            caption.set_color(BROKEN if film.over(episode, frame) else "#222222")
-            axis.draw_artist(image)
-            axis.draw_artist(caption)
+        if ending := [panel for panel in panels if film.last_frame(panel[0]) == frame]:
+            for panel in ending:
+                draw(*panel)
+            still = canvas.copy_from_bbox(figure.bbox)
+        for panel in panels:
+            if film.last_frame(panel[0]) > frame:
+                draw(*panel)
         picture = Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
         # few flat colours: the fast way to choose a palette is as good, and the file half as large
         yield picture.quantize(128, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)

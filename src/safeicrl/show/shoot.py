@@ -67,15 +67,20 @@ def shoot_robot(contender: Contender, budget: float, *, seed: int = 0, console: 
 
 def _play(env: Env, agent: Agent, budget: float, seed: int) -> tuple[Any, list[Trials]]:
     """An unseen task, and the trial on it as one record per episode, [time, ...]."""
-    task_key, key = jax.random.split(jax.random.key(seed))
-    task = env.sample_task(task_key, "test")
-    trials = run_trials(
-        env, agent, jax.tree.map(lambda x: x[None, None], task), jnp.full((1, 1), budget), key,
-        episodes=env.spec.episodes, steps=env.spec.trial_steps,
-    )  # fmt: skip
-    trial = jax.tree.map(lambda x: np.asarray(x[0]), trials)
+    task, trials = _trial(env, agent, budget, jax.random.key(seed))
+    trial = jax.tree.map(lambda x: np.asarray(x)[0], trials)
     here = [trial.valid & (trial.token.episode == index) for index in range(env.spec.episodes)]
     return task, [jax.tree.map(lambda x, mask=mask: x[mask], trial) for mask in here]
+
+
+@eqx.filter_jit
+def _trial(env: Env, agent: Agent, budget: float, key: Key) -> tuple[PyTree, Trials]:
+    """A task and a trial on it, [1, time, ...]. One program: compiling many small ones would take longer."""
+    task_key, key = jax.random.split(key)
+    task = env.sample_task(task_key, "test")
+    queue = jax.tree.map(lambda x: x[None, None], task)
+    episodes, steps = env.spec.episodes, env.spec.trial_steps
+    return task, run_trials(env, agent, queue, jnp.full((1, 1), budget), key, episodes=episodes, steps=steps)
 
 
 def _seen(episode: Trials) -> np.ndarray:
