@@ -381,14 +381,12 @@ def beyond(found: Found, *, table_only: tuple[str, ...] = ()) -> list[Shown]:
         for label, own in played.items()
     ]
     text = f"Return and share over budget past the episodes of training: {', '.join(drawn)}."
-    header = ("", "tasks", "K", "return per episode, by blocks of K episodes", "cost", "over budget")
-    note = (
-        f"Thin: each episode. Thick: the mean of K / {SMOOTHED} around it. The figure ends after {BLOCKS_DRAWN} K."
-    )
+    header = ("", "tasks", "K", "return per episode, up to K → 2K → 3K → 5K → 10K", "cost", "over budget")
+    note = f"Thin: each episode. Thick: the mean of K / {SMOOTHED} around it."
     return [Drawing(figure=figure, text=text), Grid(header=header, rows=rows), note, *_fresh(evaluated)]
 
 
-BLOCKS_DRAWN = 3  # of K episodes each
+EDGES = (0, 1, 2, 3, 5, 10)  # of the blocks in the table, in K episodes
 SMOOTHED = 4  # a curve is the mean over K divided by this
 
 
@@ -396,7 +394,7 @@ def _past_k(axis: Axes, drawn: "dict[str, PlayedOn]", name: str) -> None:
     """The curves of one number, and what changes for an agent: it is past K, its context is full."""
     colours = _colours(list(drawn))
     for label, own in drawn.items():
-        y = own.curves[name][: BLOCKS_DRAWN * own.known]
+        y = own.curves[name]
         x = np.arange(1, len(y) + 1)
         axis.plot(x, y, color=colours[label], linewidth=0.6, alpha=0.25)
         axis.plot(x, _running_mean(y, max(own.known // SMOOTHED, 1)), color=colours[label], label=label)
@@ -453,7 +451,8 @@ def _full_from(results: Results) -> float | None:
 
 def _blocks(own: PlayedOn, name: str, form: str) -> str:
     y = own.curves[name]
-    return " → ".join(format(y[first : first + own.known].mean(), form) for first in range(0, len(y), own.known))
+    blocks = (y[begin * own.known : end * own.known] for begin, end in itertools.pairwise(EDGES))
+    return " → ".join(format(block.mean(), form) for block in blocks if len(block))
 
 
 def temperatures(found: Found) -> list[Shown]:

@@ -220,14 +220,14 @@ EPS_SMALL = tuple(
 )
 
 
-# Options of bench/beyond.py behind the stored files: fewer tasks where the physics are slow.
+# Tasks of bench/beyond.py behind the stored files: fewer where the physics are slow.
 PAST_K = {
-    "safe-dark-room": " --tasks 60 --rows 30",
-    "safe-dark-room-guard": " --times 10",
-    "safe-dark-point": " --tasks 32",
-    "safe-dark-car": " --tasks 16 --rows 16",
-    "safe-velocity-half-cheetah": " --tasks 21 --rows 21",
-    "safe-velocity-ant": " --tasks 21 --rows 21",
+    "safe-dark-room": 32,
+    "safe-dark-room-guard": 60,
+    "safe-dark-point": 32,
+    "safe-dark-car": 16,
+    "safe-velocity-half-cheetah": 16,
+    "safe-velocity-ant": 16,
 }
 
 
@@ -236,19 +236,25 @@ def _beyond(world: str) -> tuple[Need, ...]:
     _, folder, _, _ = WORLDS[world]
     episodes, tasks = (150, 60) if world == "dark-room" else (60, 21)
 
-    def shipped(label: str, policy: str) -> Need:
-        command = f"python bench/beyond.py {policy}{PAST_K[policy]} --out results/beyond/{policy}.json"
-        return Need(label=label, files=(f"beyond/{policy}.json", f"beyond/{policy}.npz"), command=command)
+    def shipped(label: str, policy: str) -> tuple[Need, Need]:
+        """Settled, and for comparison not."""
+        tasks, out = PAST_K[policy], f"beyond/{policy}"
+        command = f"python bench/beyond.py {policy} --times 10 --tasks {tasks} --rows {min(tasks, 32)}"
+        ring = f"{command} --ring --out results/{out}-ring.json"
+        return (
+            Need(label=label, files=(f"{out}.json", f"{out}.npz"), command=f"{command} --out results/{out}.json"),
+            Need(label=f"{label}, not settled", files=(f"{out}-ring.json", f"{out}-ring.npz"), command=ring),
+        )
 
     def reference(agent: str) -> Need:
         out = f"beyond/{folder}-{agent}"
         how = f"--agent {agent} --env {folder} --tasks {tasks} --episodes {episodes}"
         return Need(label=agent, files=(f"{out}.npz",), command=f"safeicrl evaluate {how} --out results/{out}")
 
-    guard = (shipped("SCARED, guard", "safe-dark-room-guard"),) if world == "dark-room" else ()
+    guard = shipped("SCARED, guard", "safe-dark-room-guard") if world == "dark-room" else ()
     hand = ("explorer", "planner", "random") if world == "dark-room" else ("random",)
     learned = (safe_ad.past_k(world, folder, episodes), *meta.past_k(world, folder, episodes))
-    return (shipped("SCARED", folder), *guard, *learned, *(reference(agent) for agent in hand))
+    return (*shipped("SCARED", folder), *guard, *learned, *(reference(agent) for agent in hand))
 
 
 def _wide(world: str) -> tuple[Need, ...]:
@@ -471,8 +477,9 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         name="beyond",
         title="Beyond K episodes",
-        text="A deployed policy does not stop after the K episodes of training. Here policies and baselines play "
-        "on, on unseen tasks of seed 0. The privileged and the memoryless agents are left out: they forget at "
+        text="A deployed policy does not stop after the K episodes of training. Its memory settles then. For "
+        "comparison, not settled: old steps are overwritten once the context is full. Here policies and baselines "
+        "play on, on unseen tasks of seed 0. The privileged and the memoryless agents are left out: they forget at "
         "every episode, so nothing changes for them.",
         parts=tuple(
             Part(name=f"beyond-{world}", title=WORLDS[world][0], needs=_beyond(world),
