@@ -407,10 +407,11 @@ def test_every_command_of_a_meta_learner_can_be_parsed():
     pytest.importorskip("mujoco")
     for world in ("dark-room", "ant"):
         env, tasks = panels.WORLDS[world][1:3]
-        needs = (*meta.needs(world, env, tasks), *meta.variants(world, env, tasks), *meta.past_k(world, env, 60))
-        for need in needs:
-            for line in need.command.splitlines():
-                check(shlex.split(line)[1:])
+        trained, variants, past_k = meta.needs(world, env, tasks), meta.variants(world, env, tasks), meta.past_k
+        lines = [line for need in trained for line in need.command.splitlines()]
+        lines += [need.command.splitlines()[-1] for need in (*variants, *past_k(world, env, 60))]
+        for line in lines:
+            check(shlex.split(line)[1:])
 
 
 @pytest.mark.parametrize("world", list(panels.WORLDS)[1:])
