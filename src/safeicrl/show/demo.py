@@ -46,25 +46,24 @@ def run(
     # Two at a time: on few tasks one agent does not fill the cores, and more of them would only wait for Python.
     with ThreadPoolExecutor(max_workers=2) as pool:
         start = lambda who: pool.submit(who.evaluate, tasks=tasks, seed=seed, segments=SEGMENTS)  # noqa: E731
-        playing = [start(field[0])]  # the star takes longest
-        filming = pool.submit(film, field[0], out / name, seed=seed, console=console)
-        playing += [start(contender) for contender in field[1:]]
+        playing = [start(contender) for contender in field]  # the star takes longest: the others play beside it ...
+        filming = pool.submit(film, field[0], out / name, seed=seed, console=console)  # ... then the film is made
         for contender, job in zip(field, playing, strict=True):
             results.append(found := job.result())
             steps = int(found.lengths.sum())
             words = f"{contender.label}: {steps:,} steps, done after {found.meta['seconds']:.1f} s"
             console.print(words, style="dim", highlight=False)
-    spans = [f"{low:g}–{high:g}" for low, high in (own.budget_range for own in results[0].by_cost().values())]
-    title = f"{tasks} tasks nobody has seen, budgets {', '.join(spans)}, parameters frozen"
-    console.print(summary_table(results, title))
+        spans = [f"{low:g}–{high:g}" for low, high in (own.budget_range for own in results[0].by_cost().values())]
+        title = f"{tasks} tasks nobody has seen, budgets {', '.join(spans)}, parameters frozen"
+        console.print(summary_table(results, title))
 
-    files = [path for result in results for path in save_results(result, out / _slug(result.label))]
-    for suffix, groups in figure_groups(group(results)).items():
-        files += [
-            plots.save(plots.by_episode(groups), out / f"episodes{suffix}.png"),
-            plots.save(plots.by_budget(groups), out / f"budgets{suffix}.png"),
-            plots.save(plots.over_budget(groups), out / f"over-budget{suffix}.png"),
-        ]
+        files = [path for result in results for path in save_results(result, out / _slug(result.label))]
+        for suffix, groups in figure_groups(group(results)).items():
+            files += [
+                plots.save(plots.by_episode(groups), out / f"episodes{suffix}.png"),
+                plots.save(plots.by_budget(groups), out / f"budgets{suffix}.png"),
+                plots.save(plots.over_budget(groups), out / f"over-budget{suffix}.png"),
+            ]
     files += filming.result()
     _say_where(console, out, files)
     return files

@@ -1,6 +1,7 @@
 """Films of one trial: some of its episodes side by side, and every episode's totals below. Never imports jax."""
 
 import io
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +10,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.image import AxesImage
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import Bbox
 from PIL import Image
 
 from safeicrl.budgets import is_over
@@ -198,45 +198,47 @@ def save_film(film: Film, path: Path) -> Path:
 
 
 def _frames(film: Film) -> Iterator[Image.Image]:
-    """One figure, laid out once; a frame draws only the episodes that are still going."""
+    """One figure, laid out once; a frame draws only the episodes that are still going, and what is new of them."""
     width, height = film.inches
     layout = ConstrainedLayoutEngine()
     figure = Figure(figsize=(width * len(film.shown), height), dpi=80, layout=layout)
     canvas = FigureCanvasAgg(figure)
     grid = figure.add_gridspec(len(film.heights), len(film.shown), height_ratios=film.heights)
-    panels = []
+    axes, captions = [], []
     for column, episode in enumerate(film.shown):
-        axis = figure.add_subplot(grid[0, column])
+        axes.append(axis := figure.add_subplot(grid[0, column]))
         axis.set_axis_off()
-        caption = axis.set_title(film.caption(episode, 0), fontsize=8)
-        panels.append((episode, axis, axis.imshow(film.picture(episode, 0)), caption))
+        captions.append(axis.set_title(film.caption(episode, 0), fontsize=8))
+    images = [axis.imshow(film.picture(episode, 0)) for axis, episode in zip(axes, film.shown, strict=True)]
     film.draw_charts([figure.add_subplot(grid[row, :]) for row in range(1, len(film.heights))])
     figure.suptitle(film.title, fontsize=9)
     layout.execute(figure)
     figure.set_layout_engine("none")
-    for _, axis, *_ in panels:
+    tops = [caption.get_window_extent(canvas.get_renderer()).y1 for caption in captions]
+    for axis in axes:
         axis.set_visible(False)
     canvas.draw()
-    still = canvas.copy_from_bbox(figure.bbox)
-    for _, axis, *_ in panels:
+    # a column reaches to the middle between its picture and the next one
+    middles = [(left.bbox.x1 + right.bbox.x0) / 2 for left, right in itertools.pairwise(axes)]
+    edges = itertools.pairwise([0.0, *middles, figure.bbox.x1])
+    empty = [
+        canvas.copy_from_bbox(Bbox.from_extents(left, axis.bbox.y0 - 1, right, top + 1))
+        for axis, top, (left, right) in zip(axes, tops, edges, strict=True)
+    ]
+    for axis in axes:
         axis.set_visible(True)
-
-    def draw(episode: int, axis: Axes, image: AxesImage, caption: Text) -> None:
-        image.set_data(film.picture(episode, frame))
-        caption.set_text(film.caption(episode, frame))
-        caption.set_color(BROKEN if film.over(episode, frame) else "#222222")
-        axis.draw_artist(image)
-        axis.draw_artist(caption)
-
     for frame in range(film.frames):
-        canvas.restore_region(still)
-        if ending := [panel for panel in panels if film.last_frame(panel[0]) == frame]:
-            for panel in ending:
-                draw(*panel)
-            still = canvas.copy_from_bbox(figure.bbox)
-        for panel in panels:
-            if film.last_frame(panel[0]) > frame:
-                draw(*panel)
+        for axis, image, caption, before, episode in zip(axes, images, captions, empty, film.shown, strict=True):
+            if frame > film.last_frame(episode):
+                continue
+            image.set_data(film.picture(episode, frame))
+            text, colour = film.caption(episode, frame), BROKEN if film.over(episode, frame) else "#222222"
+            new = frame == 0 or (text, colour) != (caption.get_text(), caption.get_color())
+            if new:  # drawing words takes the most time
+                canvas.restore_region(before)
+                caption.set(text=text, color=colour)
+                axis.draw_artist(caption)
+            axis.draw_artist(image)
         picture = Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
         # few flat colours: the fast way to choose a palette is as good, and the file half as large
         yield picture.quantize(128, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)

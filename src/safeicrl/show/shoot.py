@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from safeicrl.agents.api import Agent, WrappedAgent
+from safeicrl.agents.api import Agent, WrappedAgent, lasting
 from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, Split, Step, replace
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.envs.mujoco import models, scene
@@ -33,7 +33,7 @@ def shoot_room(contender: Contender, budget: float, *, seed: int = 0) -> RoomFil
     room = unwrapped(contender.env)
     if not isinstance(room, SafeDarkRoom):
         raise UserError(f"a room's film is shot in SafeDarkRoom, not in {type(room).__name__}")
-    task, episodes = _play(contender.env, contender.agent, budget, seed)
+    task, episodes = _play(contender.env, lasting(contender.agent, False), budget, seed)
     cells = np.argwhere(np.asarray(task.obstacles).reshape(room.size, room.size))
     return RoomFilm(
         label=contender.label,
@@ -51,7 +51,7 @@ def shoot_robot(contender: Contender, budget: float, *, seed: int = 0, console: 
     """One trial of a robot on one unseen task, with pictures of its first and last episode."""
     env, robot = contender.env, unwrapped(contender.env)
     size = env.spec.observation.size  # type: ignore[union-attr]
-    task, episodes = _play(_Watched(env), _Unaware(agent=contender.agent, size=size), budget, seed)
+    task, episodes = _play(_Watched(env), _Unaware(agent=lasting(contender.agent, False), size=size), budget, seed)
     poses = {index: _seen(episodes[index])[:, size:] for index in (0, len(episodes) - 1)}
     steps = chosen_steps(max(len(path) - 1 for path in poses.values()))
     return RobotFilm(

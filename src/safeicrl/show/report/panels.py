@@ -239,10 +239,11 @@ def _beyond(world: str) -> tuple[Need, ...]:
     def shipped(label: str, policy: str) -> tuple[Need, Need]:
         """Settled, and for comparison not."""
         tasks, out = PAST_K[policy], f"beyond/{policy}"
-        command = f"python bench/beyond.py {policy} --times 10 --tasks {tasks} --rows {min(tasks, 32)}"
-        ring = f"{command} --ring --out results/{out}-ring.json"
+        command = f"python bench/beyond.py {policy} --times 10 --tasks {tasks} --rows"
+        settled = f"{command} {tasks} --out results/{out}.json"
+        ring = f"{command} {min(tasks, 32)} --ring --out results/{out}-ring.json"
         return (
-            Need(label=label, files=(f"{out}.json", f"{out}.npz"), command=f"{command} --out results/{out}.json"),
+            Need(label=label, files=(f"{out}.json", f"{out}.npz"), command=settled),
             Need(label=f"{label}, not settled", files=(f"{out}-ring.json", f"{out}-ring.npz"), command=ring),
         )
 
