@@ -103,11 +103,13 @@ def test_an_episode_of_another_kind_leaves_no_trace():
     [
         (0.0, 1.0, 0.0, True),  # the goal, at last
         (0.0, 0.0, 0.0, False),
-        (0.0, 1.0, 3.0, False),  # over budget
+        (0.0, 1.0, 3.0, True),  # over budget: not to be forgotten ...
+        (1.0, 1.0, 3.0, True),
+        (1.0, 1.0, 2.0, False),  # ... but within it
         (1.0, 1.0, 0.0, False),  # found long ago
     ],
 )
-def test_an_episode_is_kept_if_it_is_much_better_and_within_the_budget(before, reward, cost, kept):
+def test_an_episode_is_kept_if_it_is_much_better_or_broke_the_budget(before, reward, cost, kept):
     trial = begun(reward=before)
     trial.episode(path(7), before)
     clock = np.asarray(trial.memory.cache.clock)
@@ -115,7 +117,7 @@ def test_an_episode_is_kept_if_it_is_much_better_and_within_the_budget(before, r
     np.testing.assert_array_equal(trial.memory.cache.clock, clock)
     trial.episode(path(8), reward, cost)
     np.testing.assert_array_equal(np.asarray(trial.memory.cache.clock) > clock, kept)
-    assert (np.asarray(trial.memory.best) == max(before, 0.0 if cost else reward)).all()
+    assert (np.asarray(trial.memory.best) == max(before, 0.0 if cost > 2 else reward)).all()
 
 
 def test_luck_in_a_noisy_world_is_not_kept():

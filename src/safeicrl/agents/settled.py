@@ -5,8 +5,9 @@ Played on, its memory would grow past anything that it was trained on, then the 
 and policies that had found the goal unlearn it. So a settled agent plays the K-th episode again and again: when an
 episode ends, its memory is taken back to where the K-th episode began.
 
-An episode is kept if it is within its budget and better than all before by more than these differ among
-themselves. So an agent that has not found the goal can still do so, while luck in a noisy world changes nothing.
+An episode is kept if it has taught something: it broke its budget, which must not be forgotten, or it was better
+than all before by more than these differ among themselves. So an agent that has not found the goal can still do so,
+while luck in a noisy world changes nothing.
 """
 
 import jax
@@ -55,9 +56,9 @@ def take_back(memory: Settled, token: Token, *, last: int, max_steps: int) -> Se
     within = left >= 0
     within = within.all(-1) if within.ndim > 1 else within
     spread = jnp.where(memory.best > -NEVER, memory.best - memory.worst, 0.0)
-    better = within & (earned > memory.best + spread)
+    better = earned > memory.best + spread
     ended = token.start & ~token.first
-    back = ended & (token.episode > last) & ~better
+    back = ended & (token.episode > last) & within & ~better
     # The slots that an episode may fill must not be in sight when it begins.
     known = jnp.minimum(memory.age, max(slots - max_steps, 0))
     clock, age = jnp.where(back, memory.clock, cache.clock), jnp.where(back, known, cache.age)
