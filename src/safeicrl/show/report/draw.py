@@ -387,19 +387,22 @@ def beyond(found: Found, *, table_only: tuple[str, ...] = ()) -> list[Shown]:
 
 
 EDGES = (0, 1, 2, 3, 5, 10)  # of the blocks in the table, in K episodes
+RING = ", not settled"  # ends the label of an agent whose memory does not settle
 SMOOTHED = 4  # a curve is the mean over K divided by this
 
 
 def _past_k(axis: Axes, drawn: "dict[str, PlayedOn]", name: str) -> None:
     """The curves of one number, and what changes for an agent: it is past K, its context is full."""
-    colours = _colours(list(drawn))
+    whose = {label: label.removesuffix(RING) for label in drawn}  # both ways of an agent have one colour
+    colours = _colours(list(dict.fromkeys(whose.values())))
     for label, own in drawn.items():
+        colour, style = colours[whose[label]], "-" if whose[label] == label else ":"
         y = own.curves[name]
         x = np.arange(1, len(y) + 1)
-        axis.plot(x, y, color=colours[label], linewidth=0.6, alpha=0.25)
-        axis.plot(x, _running_mean(y, max(own.known // SMOOTHED, 1)), color=colours[label], label=label)
+        axis.plot(x, y, color=colour, linewidth=0.6, alpha=0.25)
+        axis.plot(x, _running_mean(y, max(own.known // SMOOTHED, 1)), style, color=colour, label=label)
         if own.full is not None and own.full <= len(y):
-            axis.axvline(own.full, color=colours[label], linestyle="--", linewidth=0.8)
+            axis.axvline(own.full, color=colour, linestyle="--", linewidth=0.8)
     for known in {own.known for own in drawn.values()}:
         axis.axvline(known, color="#bb0000", linestyle=":", linewidth=0.8)
 

@@ -244,7 +244,7 @@ def _beyond(world: str) -> tuple[Need, ...]:
         ring = f"{command} {min(tasks, 32)} --ring --out results/{out}-ring.json"
         return (
             Need(label=label, files=(f"{out}.json", f"{out}.npz"), command=settled),
-            Need(label=f"{label}, not settled", files=(f"{out}-ring.json", f"{out}-ring.npz"), command=ring),
+            Need(label=f"{label}{draw.RING}", files=(f"{out}-ring.json", f"{out}-ring.npz"), command=ring),
         )
 
     def reference(agent: str) -> Need:
