@@ -91,9 +91,18 @@ COMPARED = f"{UNNOTICED}only_results_on_the_same_tasks_and_budgets_are_compared"
 FLUSHED = "test_files.py::test_the_folder_is_flushed_after_the_rename"
 FOUND = "test_sound.py::test_any_bad_number_is_found_with_its_place"
 SHIPPED = ("safe-dark-room", "safe-dark-car", "safe-velocity-half-cheetah", "safe-velocity-ant")
+AGAIN = "test_settled.py::test_the_last_episode_is_played_again_and_again"
+KEPT = "test_settled.py::test_an_episode_is_kept_if_it_is_much_better_or_broke_the_budget"
 SWEPT = "test_files.py::test_temporary_files_of_dead_processes_are_removed"
 
 MUTANTS: tuple[Mutant | Noise, ...] = (
+    # what is remembered past K
+    Mutant("a memory that never settles", "agents/settled.py", "> last) & within", "> 99) & within", AGAIN),
+    Mutant("a broken budget is forgotten", "agents/settled.py", "& within & ~better", "& ~better", KEPT),
+    Mutant(
+        "the best return counts broken budgets", "agents/settled.py", "jnp.where(ended & within, ",
+        "jnp.where(ended, ", KEPT,
+    ),
     # what over budget means, and on which tasks it is measured
     Mutant("over budget by ≥", "budgets.py", "cost > budget * (1", "cost >= budget * (1", OVER),
     Mutant("over budget without slack", "budgets.py", "budget * (1 + 1e-6) + 1e-6", "budget", OVER),
