@@ -54,11 +54,10 @@ SIZES = {
         safe_ad=("--algo.net.layers", "1", "--algo.net.width", "16", "--algo.net.embedding", "16"),
         learner=(), compiler="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false",
     ),
-    # The 5×5 room's methods with the presets' networks and batches, but about half as long: enough to tell them
-    # apart. The robots stay as small as in a smoke run, but for their iterations: short trials and a tiny network
-    # show a pipeline, not a method.
+    # The 5×5 room's methods as their presets train them. The robots stay as small as in a smoke run, but for their
+    # iterations: short trials and a tiny network show a pipeline, not a method.
     "laptop": Size(
-        iterations=90, updates=80, meta=150, rows=128, tasks=200, rooms=64, steps=6_000, batch=64, stride=60,
+        iterations=190, updates=200, meta=400, rows=128, tasks=200, rooms=100, steps=10_000, batch=64, stride=100,
         meta_tasks=12, robot_iterations=10, robot_tasks=8, scared=(), safe_ad=(), compiler="",
         learner=("--learner.learning-rate", "3e-3", "--learner.epochs", "4"),
     ),
