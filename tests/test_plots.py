@@ -379,3 +379,12 @@ def test_reading_and_drawing_never_load_jax(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True)
     assert (tmp_path / "episodes.png").exists()
     assert (tmp_path / "page" / "index.html").exists()
+
+
+@pytest.mark.parametrize(("values", "bottom"), [([1.0, 2.0], 0.0), ([-30.0, -20.0], None)])
+def test_returns_below_zero_stay_in_the_picture(values, bottom):
+    figure = plots.against_steps([("return", {"a": ([1e6, 2e6], values)})], (1e6,))
+    low, high = figure.axes[0].get_ylim()
+    assert low < high
+    assert low <= min(values) and high >= max(values)
+    assert bottom is None or low == bottom

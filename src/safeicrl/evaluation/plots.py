@@ -234,7 +234,10 @@ def against_steps(panels: Sequence[tuple[str, dict[str, Points]]], marks: Sequen
             lines.append((label, colour, np.asarray(drawn.get_xydata())))
         for mark in marks:
             axis.axvline(mark, color="#999999", linestyle=":", linewidth=0.8)
-        axis.set(title=title, xlabel="env steps", xscale="log", ylim=(0, None))
+        least = min((value for _, values in runs.values() for value in values), default=0.0)
+        axis.set(title=title, xlabel="env steps", xscale="log")
+        if least >= 0:
+            axis.set_ylim(bottom=0)
         axis.xaxis.set_major_locator(mpl.ticker.FixedLocator(list(marks)))
         axis.xaxis.set_minor_locator(mpl.ticker.NullLocator())
         axis.xaxis.set_major_formatter(mpl.ticker.EngFormatter(sep=""))
