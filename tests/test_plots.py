@@ -386,5 +386,6 @@ def test_returns_below_zero_stay_in_the_picture(values, bottom):
     figure = plots.against_steps([("return", {"a": ([1e6, 2e6], values)})], (1e6,))
     low, high = figure.axes[0].get_ylim()
     assert low < high
-    assert low <= min(values) and high >= max(values)
+    assert low <= min(values)
+    assert high >= max(values)
     assert bottom is None or low == bottom
