@@ -86,7 +86,8 @@ def main() -> None:
     )
 
     found = blocks(results, args.block or trained)
-    closes = closing(results.lengths if args.ring else results.lengths[:, :trained], context)  # settled, it is over
+    # a settled memory does not grow after K episodes, but for the few that are kept
+    closes = closing(results.lengths if args.ring else results.lengths[:, :trained], context)
     table = Table(title=f"{args.policy}, trained on {trained} episodes, {args.tasks} unseen tasks")
     for name in ("episodes", "return", "cost", "over budget"):
         table.add_column(name, justify="right")

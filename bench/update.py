@@ -74,7 +74,6 @@ def ways(rows: int) -> list[Way]:
         way("present, 4 heads", heads=4),
         way("cuDNN, 4 heads", fused, heads=4),
         way(f"{4 * rows} rows", rows=4 * rows),
-        way("small heads 64/64, 2 warps, 4 heads", small(64, 64, warps=2), heads=4),
         way("all in graphs", options=in_graphs),
     ]
 
@@ -218,13 +217,8 @@ def main() -> None:
                 continue
             traced[way] = found
             compiling[way] = pool.submit(found[0].compile, compiler_options=dict(way.options))
-            if (
-                way.rows == args.rows
-                and way.trials == 1
-                and way.pad
-                and not way.options
-                and way.attend != no_attention
-            ):
+            other = way.rows != args.rows or way.trials > 1 or way.options or not way.pad
+            if not other and way.attend != no_attention:
                 comparing[way] = pool.submit(difference, way, min(args.steps, 512))
     report["differences"] = {way.name: attempt(way.name, job.result) for way, job in comparing.items()}
     programs = {way: found for way, job in compiling.items() if (found := attempt(way.name, job.result))}
