@@ -13,6 +13,7 @@ while luck in a noisy world changes nothing.
 import jax
 import jax.numpy as jnp
 
+from safeicrl.budgets import is_over
 from safeicrl.envs.api import record, replace
 from safeicrl.nets.transformer import Cache
 from safeicrl.tokens import Token
@@ -53,8 +54,7 @@ def take_back(memory: Settled, token: Token, *, last: int, max_steps: int) -> Se
     # What the token says of the last step belongs to the episode that has ended.
     earned = jnp.clip(memory.earned + token.reward, -NEVER, NEVER)
     left = memory.left - token.cost
-    within = left >= 0
-    within = within.all(-1) if within.ndim > 1 else within
+    within = ~is_over(-left, 0.0, several=left.ndim > 1)
     spread = jnp.where(memory.best > -NEVER, memory.best - memory.worst, 0.0)
     better = earned > memory.best + spread
     ended = token.start & ~token.first

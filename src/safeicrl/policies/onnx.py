@@ -130,7 +130,7 @@ class _Step:
         start, episode, no = token["start"], token["episode"], const(np.float32(0))
         never = const(np.float32(NEVER)), const(np.float32(-NEVER))
         total = op("Clip", op("Add", earned, token["reward"]), never[1], never[0])
-        within = op("GreaterOrEqual", op("Sub", left, token["cost"]), no)
+        within = op("GreaterOrEqual", op("Sub", left, token["cost"]), const(np.float32(-1e-6)))  # as `is_over`
         spread = op("Where", op("Greater", best, never[1]), op("Sub", best, worst), no)
         better = op("Greater", total, op("Add", best, spread))
         last = const(np.int64((self.agent.trained_episodes or 2**62) - 1))
