@@ -156,6 +156,7 @@ def test_evaluations_settle_past_k_only(monkeypatch):
         for episodes, settle in ((K, True), (K + 2, True), (K + 2, False))
     )
     assert used == {True, False}
+    assert [each.meta.get("settles") for each in (short, long, off)] == [None, True, False]
     for later in (long, off):
         np.testing.assert_array_equal(later.returns[:, :K], short.returns)
     assert lasting(plain).settles
