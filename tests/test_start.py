@@ -28,10 +28,10 @@ NET = NetConfig(width=8, layers=1, heads=2, context=20)
 VARIANT = dataclasses.replace(ROOM, max_steps=7, train_budget=(0.0, 5.0))  # a variant of the policy's own room
 
 
-def learner(optimiser: str = "ppo", **net) -> Scared:
+def learner(optimiser: str = "ppo", average: float = 0.0, **net) -> Scared:
     config = ScaredConfig(
-        rows=4, segments=1, net=dataclasses.replace(NET, **net), optimiser=optimiser, ppo=PPOConfig(minibatch=4),
-        ddpg=DDPGConfig(capacity=8, batch=4),
+        rows=4, segments=1, net=dataclasses.replace(NET, **net), optimiser=optimiser,
+        ppo=PPOConfig(minibatch=4, average=average), ddpg=DDPGConfig(capacity=8, batch=4),
     )  # fmt: skip
     return Scared(VARIANT, config)
 
@@ -73,6 +73,15 @@ def test_a_run_begins_with_a_released_policy_and_new_critics(tmp_path):
     assert state.net.policy.trunk.spec == VARIANT.spec
     blank = zeros(learner()).optimiser
     assert same((state.net.reward_critic, state.net.cost_critic), (blank.net.reward_critic, blank.net.cost_critic))
+
+
+def test_its_average_begins_with_it_in_memory_of_its_own(tmp_path):
+    weights = released(tmp_path / "policy.safetensors")
+    state = first_state(learner(average=0.9), tmp_path / "policy")
+    assert same(state.average, weights)
+    arrays = jax.tree.leaves(eqx.filter(state, eqx.is_array))
+    places = [array.unsafe_buffer_pointer() for array in arrays if array.size > 1]
+    assert len(set(places)) == len(places) > 10  # an iteration donates them all, which works once for each
 
 
 def test_all_seeds_begin_with_it(tmp_path):

@@ -366,9 +366,14 @@ def _beginning(algorithm: Algorithm, start: str) -> Callable[[PyTree, int], PyTr
 
     def begin(state: PyTree, seeds: int) -> PyTree:
         one = lambda own: start_with(own, agent)  # noqa: E731
-        return one(state) if seeds == 1 else eqx.filter_vmap(one)(state)
+        return _apart(one(state) if seeds == 1 else eqx.filter_vmap(one)(state))
 
     return begin
+
+
+def _apart(state: PyTree) -> PyTree:
+    """The same state with no array twice, as a policy and its average would be: an iteration donates them all."""
+    return jax.tree.map(lambda leaf: leaf.copy() if eqx.is_array(leaf) else leaf, state)
 
 
 def _start(algorithm: Algorithm, state: PyTree, path: Path) -> PyTree:
@@ -383,7 +388,7 @@ def _start(algorithm: Algorithm, state: PyTree, path: Path) -> PyTree:
     for name, array in theirs.items():
         if array.shape != ours[name].shape:
             raise UserError(f"{path}: array {name!r} has shape {array.shape}, expected {ours[name].shape}")
-    return started
+    return _apart(started)
 
 
 def _check_start(algorithm: Algorithm, folder: Path) -> None:
