@@ -21,11 +21,14 @@ DATA = {
 }
 # Car and Ant learn in approximate physics and are evaluated in their own, by every method.
 ENGINE = {"car": " --env.engine planar", "ant": " --env.engine euler"}
-# How the robots' stored runs differ from the default of 40 iterations; a clock stopped Car's after 27.
-LENGTH = {"point": " --algo.iterations 30", "half-cheetah": " --algo.iterations 30", "car": " --minutes 4"}
+# The stored runs of three robots are shorter than the default of 40 iterations.
+LENGTH = dict.fromkeys(("point", "car", "half-cheetah"), " --algo.iterations 30")
 REAL = {"car": " --env-args engine=auto", "ant": " --env-args engine=auto"}
-# Chosen on validation tasks (panel "temperatures"); the other stored runs were played at 1.
-TEMPERATURE = {"ant-sampled": " --temperature 0.1"}
+# Chosen on validation tasks (panel "temperatures"); the room's stored runs were played at 1.
+COLD = " --temperature 0.1"
+TEMPERATURE = {
+    "point-sampled": COLD, "car-sampled": COLD, "half-cheetah-sampled": " --temperature 0.25", "ant-sampled": COLD,
+}  # fmt: skip
 SMALL_NETWORK = " --algo.net.embedding 32 --algo.net.width 96 --algo.net.layers 4 --algo.net.heads 4"
 # Of the room's small network; the full one's weights are too large to store.
 SMALL_LABEL, SMALL_RUN = "Safe AD, small network", f"results/{FOLDER}/training/dark-room-light"
