@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import signal
 
 import equinox as eqx
 import jax
@@ -26,6 +27,7 @@ from safeicrl.evaluation.statistics import safety
 from safeicrl.nets.guard import Guard, tolerated
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
+from safeicrl.optimisers import guard_fit
 from safeicrl.optimisers.guard_fit import GuardFitConfig
 from safeicrl.optimisers.ppo import PPOConfig
 from safeicrl.policies.add_guard import add_guard
@@ -437,7 +439,7 @@ def test_evaluate_takes_a_risk_or_switches_the_guard_off(guarded, tmp_path, caps
 # -- fitted to a frozen policy
 
 
-def test_a_guard_is_fitted_to_a_policy_that_has_none(tmp_path, capsys):
+def test_a_guard_is_fitted_to_a_policy_that_has_none(tmp_path, capsys, monkeypatch):
     """It learns how often steps cost, the policy stays what it was, and the card says what was done."""
     config = NetConfig(width=16, heads=2, layers=1, context=12, dtype="float32")
     net = random_weights(functools.partial(PolicyNet, config, ROOM.spec))
@@ -460,6 +462,26 @@ def test_a_guard_is_fitted_to_a_policy_that_has_none(tmp_path, capsys):
     assert policy.card["name"] == "bare with a fitted guard"
     ours, theirs = (jax.tree.leaves(eqx.filter((n.trunk, n.actor), eqx.is_array)) for n in (net, policy.agent.net))
     assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    # Ctrl-C in the third round: the round is played, and what was learned so far is written
+    learn, calls = guard_fit._learn, []
+
+    def interrupted(*given, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return learn(*given, **options)
+
+    monkeypatch.setattr(guard_fit, "_learn", interrupted)
+    short = str(tmp_path / "short")
+    assert main(["fit-guard", bare, "--out", short, *sizes]) == 130
+    assert "stopped on request after round 3 of 10\nwrote " in capsys.readouterr().out
+    fit = load_policy(short).card["guard_fit"]
+    assert (fit["rounds"], fit["rounds_done"], policy.card["guard_fit"]["rounds_done"], len(calls)) == (
+        10,
+        3,
+        10,
+        3,
+    )
     assert main(["fit-guard", bare, "--out", out]) == 2
     assert "guarded.safetensors exists" in capsys.readouterr().err
     assert main(["fit-guard", bare, "--out", str(tmp_path / "other"), "--risk", "1"]) == 2

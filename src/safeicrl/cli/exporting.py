@@ -103,8 +103,9 @@ def _export_onnx(policy: str, out: Path, options: dict[str, Any]) -> None:
 # -- fit-guard --------------------------------------------------------------------------------------------
 
 
-def fit_guard(args: list[str]) -> None:
+def fit_guard(args: list[str]) -> int:
     """Fit a guard to a frozen policy that has none, from what it plays: fit-guard POLICY --out FILE."""
+    from safeicrl.machine.signals import StopRequest
     from safeicrl.optimisers.guard_fit import GuardFitConfig, GuardRound
     from safeicrl.policies.add_guard import add_guard
 
@@ -123,12 +124,19 @@ def fit_guard(args: list[str]) -> None:
     asked: Any = parse("fit-guard", form, args)
 
     def say(now: GuardRound) -> None:
-        if now.round == 1 or now.round % 5 == 0:
+        if stop.requested and now.round < asked.what.rounds:
+            print(f"stopped on request after round {now.round} of {asked.what.rounds}")
+        elif now.round == 1 or now.round % 5 == 0:
             print(
                 f"round {now.round} of {asked.what.rounds}: a step costs with a chance of {now.predicted:.3f} "
                 f"(observed {now.observed:.3f}), cross-entropy {now.loss:.4f}, {now.steps:,} steps"
             )
 
-    path = add_guard(asked.policy, asked.out, asked.what, overwrite=asked.overwrite, report=say)
+    with StopRequest() as stop:
+        path = add_guard(
+            asked.policy, asked.out, asked.what, overwrite=asked.overwrite, report=say,
+            stop=lambda: stop.requested,
+        )  # fmt: skip
     print(f"wrote {path} and {path.with_suffix('.json')}, risk {asked.what.risk:g}")
     print(f"evaluate it:  safeicrl evaluate {path}{import_options()}")
+    return stop.exit_status

@@ -74,8 +74,13 @@ def fit_guard(
     agent: InContextAgent,
     config: GuardFitConfig,
     report: Callable[[GuardRound], None] | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> InContextAgent:
-    """The agent with a guard of its own, at the risk of `config`; an old guard is replaced."""
+    """The agent with a guard of its own, at the risk of `config`; an old guard is replaced.
+
+    It ends before its last round if `stop` says so after a round. The guard is then less sure than it could be, and
+    before the second half it has never been on.
+    """
     if not isinstance(agent, InContextAgent):
         raise UserError(f"a guard is for policies of kind 'net', not for a {type(agent).__name__}")
     key = jax.random.key(config.seed)
@@ -96,6 +101,8 @@ def fit_guard(
         if report is not None:
             loss, predicted, observed = (float(before[f"guard_{x}"]) for x in ("loss", "predicted", "observed"))
             report(GuardRound(round=index + 1, steps=played, loss=loss, predicted=predicted, observed=observed))
+        if stop():
+            break
     return agent
 
 

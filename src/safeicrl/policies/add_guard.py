@@ -25,11 +25,13 @@ def add_guard(
     *,
     overwrite: bool = False,
     report: Callable[[GuardRound], None] | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Path:
     """Fit a guard to a frozen policy and write both as one policy; returns the file's path.
 
     The evaluation on the old card was of the policy alone: the new card has none. The network's weights are the
-    same, so switched off the guard changes nothing.
+    same, so switched off the guard changes nothing. Where `stop` ends the fit after a round, what was learned so
+    far is written, and the card says so.
     """
     target, source = target_file(Path(out), overwrite), find_policy(name_or_path)
     check_output(target)
@@ -41,12 +43,20 @@ def add_guard(
     env, agent = load_agent(source, card)
     agent, _ = with_options(env, agent, temperature=card.get("temperature"))
     assert isinstance(agent, InContextAgent)
-    fitted = fit_guard(env, agent, config, report)
+    done = 0
+
+    def count(now: GuardRound) -> None:
+        nonlocal done
+        done = now.round
+        if report is not None:
+            report(now)
+
+    fitted = fit_guard(env, agent, config, count, stop)
     kept = {key: value for key, value in card.items() if key != "evaluation"}
     net = {**card["net"], "guard": config.depth, "guard_clock": config.clock}
     where = surroundings()
     made = {key: where[key] for key in ("command", "date", "safeicrl")}
-    about = {**dataclasses.asdict(config), "temperature": agent.temperature, **made}
+    about = {**dataclasses.asdict(config), "rounds_done": done, "temperature": agent.temperature, **made}
     limits = [limit for limit in card.get("limits", []) if limit != LIMIT]
     name = f"{str(card.get('name') or source.stem).removesuffix(FITTED)}{FITTED}"
     new = {**kept, "name": name, "net": net, "risk": config.risk, "guard_fit": about, "limits": [*limits, LIMIT]}
