@@ -486,3 +486,28 @@ def test_a_guard_is_fitted_to_a_policy_that_has_none(tmp_path, capsys, monkeypat
     assert "guarded.safetensors exists" in capsys.readouterr().err
     assert main(["fit-guard", bare, "--out", str(tmp_path / "other"), "--risk", "1"]) == 2
     assert "risk must be a number between 0 and 1" in capsys.readouterr().err
+
+
+def test_a_fit_sees_other_actions_than_a_greedy_policy_plays():
+    """A quarter of the rows coasts now and then, as many steps as the guard looks ahead; the others never do."""
+    env = BoundedPush(max_steps=20, episodes=2)
+    config = NetConfig(width=8, heads=1, layers=1, context=40, dtype="float32")
+    greedy = InContextAgent(random_weights(functools.partial(PolicyNet, config, env.spec)), temperature=0.0)
+    play, played = guard_fit._play, []
+
+    def once(env, agent, rows, key):
+        data, before = played[0][1:] if played else play(env, agent, rows, key)
+        played.append((agent.temperature, data, before))
+        return data, before
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard_fit, "_play", once)
+        patch.setattr(guard_fit, "_learn", lambda guard, state, *_, updates: (guard, state))
+        guard_fit.fit_guard(env, greedy, GuardFitConfig(depth=2, rounds=2, rows=8, updates=1))
+    (first, data, _), (second, *_) = played
+    assert (first, second) == (1.0, 0.0)  # sampled, then as it will be used
+    coasts = np.asarray(data.taken[..., 0]) == 0
+    assert not coasts[2:].any()
+    lengths = [len(run) for row in coasts[:2] for run in "".join("x" if c else " " for c in row).split()]
+    assert lengths
+    assert all(length % 2 == 0 for length in lengths)

@@ -1,8 +1,12 @@
 """A guard for a policy that has none: fitted to the frozen policy, from what it plays.
 
 The policy's features stay as they are; only the cost model on them is learned. It plays training tasks, in the
-first half of the rounds as it is. In the second half its guard is on, but for a quarter of the rows: the guard then
-meets the situations it will judge, and still sees what it forbids.
+first half of the rounds without a guard. In the second half its guard is on, but for a quarter of the rows: the
+guard then meets the situations it will judge, and still sees what it forbids.
+
+A trained policy's real-valued actions hardly vary, so what it plays says little about the other actions that a
+guard must judge: the policy's samples, and the fallback, the middle of the range. Therefore a greedy policy is
+sampled in the first half, and the quarter of the rows without a guard coasts now and then.
 """
 
 import dataclasses
@@ -15,15 +19,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from safeicrl.agents.in_context import InContextAgent
+from safeicrl.agents.in_context import InContextAgent, bold_rows
 from safeicrl.envs.api import Env, Key, PyTree
 from safeicrl.errors import MOST_ROWS, WIDEST, UserError, check_integer, check_number, check_risk, check_seed
 from safeicrl.nets.guard import Guard
 from safeicrl.nets.heads import PolicyNet, TanhNormal, transplanted
+from safeicrl.tokens import Token
 from safeicrl.trial import run_trials, sample_queue
 
 QUEUE = 4  # trials a row can hold
 OFF = (0.25, 0.999)  # share of the rows that play without the guard, and the risk that comes to the same
+COAST = 0.05  # chance per step that a row begins to coast, for as many steps as the guard looks ahead
+SEGMENT = 300  # steps of play, at least, before the cache of the context grows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +98,11 @@ def fit_guard(
     played = 0
     for index in range(config.rounds):
         play_key, learn_key = jax.random.split(jax.random.fold_in(key, index + 1))
-        on = config.risk if 2 * index >= config.rounds else OFF[1]
-        acting = dataclasses.replace(agent, risk=jnp.float32(on), bold=OFF)
+        on = 2 * index >= config.rounds
+        acting = dataclasses.replace(
+            agent, risk=jnp.float32(config.risk if on else OFF[1]), bold=OFF,
+            temperature=agent.temperature if on or not _real(agent) else agent.temperature or 1.0,
+        )  # fmt: skip
         data, before = _play(env, acting, config.rows, play_key)
         assert agent.net.guard is not None
         guard, state = _learn(agent.net.guard, state, optimiser, data, learn_key, updates=config.updates)
@@ -115,12 +125,45 @@ def with_new_guard(agent: InContextAgent, config: GuardFitConfig, key: Key) -> I
     return dataclasses.replace(agent, net=transplanted(fresh, bare), risk=config.risk)
 
 
+def _real(agent: InContextAgent) -> bool:
+    return agent.net.guard is not None and not agent.net.guard.choices
+
+
+class _Coasting(eqx.Module):
+    """An agent of real-valued actions, some of whose rows take the middle of the range for a few steps in a row."""
+
+    agent: InContextAgent
+    steps: int = eqx.field(static=True)
+
+    def init(self, tasks: PyTree, rows: int) -> tuple[PyTree, jax.Array]:
+        """The agent's memory, and for how long each row will coast."""
+        return self.agent.init(tasks, rows), jnp.zeros(rows, jnp.int32)
+
+    def extend(self, memory: tuple[PyTree, jax.Array], steps: int) -> tuple[PyTree, jax.Array]:
+        """Room for the agent's memory."""
+        return self.agent.extend(memory[0], steps), memory[1]
+
+    def act(self, memory: tuple[PyTree, jax.Array], token: Token, key: Key) -> tuple[PyTree, jax.Array, PyTree]:
+        """The agent's actions, or the middle of the range."""
+        own, action, extras = self.agent.act(memory[0], token, key)
+        rows = len(memory[1])
+        begins = jax.random.bernoulli(jax.random.fold_in(key, 1), COAST, (rows,)) & bold_rows(rows, OFF[0])
+        left = jnp.where((memory[1] == 0) & begins, self.steps, memory[1])
+        centre, _ = self.agent.net.trunk.spec.action.centre_and_half()  # type: ignore[union-attr]
+        action = jnp.where((left > 0)[:, None], centre, action)
+        return (own, jnp.maximum(left - 1, 0)), action, extras
+
+
 @eqx.filter_jit
 def _play(env: Env, agent: InContextAgent, rows: int, key: Key) -> tuple[Play, dict[str, jax.Array]]:
     """A round's rows, and what the guard makes of them so far."""
     spec, (task_key, play_key) = env.spec, jax.random.split(key)
     tasks, budgets = sample_queue(env, "train", spec.train_budget, (rows, QUEUE), task_key)
-    trials = run_trials(env, agent, tasks, budgets, play_key, episodes=spec.episodes, steps=spec.trial_steps)
+    player = _Coasting(agent=agent, steps=agent.net.trunk.config.guard) if _real(agent) else agent
+    trials = run_trials(
+        env, player, tasks, budgets, play_key, episodes=spec.episodes, steps=spec.trial_steps,
+        segments=max(spec.trial_steps // SEGMENT, 1),
+    )  # fmt: skip
     features = agent.net.trunk.forward(trials.token, trials.trial)
     policy = agent.net.distribution(features)
     real = isinstance(policy, TanhNormal)
