@@ -380,6 +380,10 @@ def test_a_policy_says_what_its_guard_did(guarded):
 def test_the_guard_is_off_by_one_switch(guarded):
     policy = load_policy(guarded)
     assert play(policy, guard=False) == [None] * 8
+    assert play(policy, guard=np.False_) == [None] * 8
+    for option in ("guard", "greedy", "settle"):
+        with pytest.raises(UserError, match=f"^{option} must be true or false, got 'no'$"):
+            load_policy(guarded, **{option: "no"})
     off = load_policy(guarded, guard=False)
     assert off.card["guard"] == "off"
     assert play(off) == [None] * 8
@@ -411,7 +415,7 @@ def test_a_guard_that_is_off_stays_off(guarded):
 
 def test_a_policy_without_a_guard_has_no_risk():
     policy = load_policy("safe-dark-room")
-    with pytest.raises(UserError, match="the guard of this policy does not exist"):
+    with pytest.raises(UserError, match=r"^guard=True, but this policy has no guard$"):
         policy.start(budget=1, guard=True)
     with pytest.raises(UserError, match=r"this policy has no guard: leave out risk 0\.1"):
         policy.start(budget=1, risk=0.1)

@@ -273,6 +273,8 @@ def load_table():
         ([1, 2], {"batch": 3}, "2 budgets were given for a batch of 3"),
         (1, {"batch": 0}, "batch must be"),
         (1, {"seed": -1}, "seed must be"),
+        (1, {"guard": 0}, "guard must be true or false, got 0"),
+        (1, {"guard": "no"}, "guard must be true or false, got 'no'"),
     ],
 )
 def test_bad_starts(budget, more, words):
@@ -295,7 +297,8 @@ def test_bad_starts(budget, more, words):
         (((0, 0), 0.0, float("nan")), "costs must be finite"),
         (((0, 0), 0.0, -1.0), "costs must be finite, ≥ 0"),
         (((0, 0), [0.0, 1.0], 0.0), "reward must be one number"),
-        (((0, 0), 0.0, 0.0, "no"), "terminated must be true or false"),
+        (((0, 0), 0.0, 0.0, "no"), "terminated must be true or false, got 'no'"),
+        (((0, 0), 0.0, 0.0, 2), "terminated must be true or false, got 2"),
     ],
 )
 def test_bad_steps_change_nothing(arguments, words):
@@ -317,6 +320,8 @@ def test_bad_batches():
         policy.act(np.ones((2, 2)))
     with pytest.raises(UserError, match="first call after start"):
         policy.act(np.ones((3, 2)), np.ones(3), np.zeros(3))
+    with pytest.raises(UserError, match="truncated must be true or false, or 3 of them, got 'yes'"):
+        policy.act(np.ones((3, 2)), truncated="yes")
     policy.act(np.ones((3, 2)))
     with pytest.raises(UserError, match="cost must be one number for each of 3 rows"):
         policy.act(np.ones((3, 2)), np.zeros(3), 1.0)

@@ -100,6 +100,13 @@ def check_sound(name: str, values: np.ndarray) -> np.ndarray:
     return values
 
 
+def check_flag(name: str, value: object) -> bool:
+    """Return `value` if it is a boolean, Python's or NumPy's, or say that it is not: 'no' would count as true."""
+    if not isinstance(value, bool | np.bool_):
+        raise UserError(f"{name} must be true or false, got {value!r:.60}")
+    return bool(value)
+
+
 def check_seed(value: object, name: str = "seed") -> int:
     """Return `value` if it can seed a random key, or say what is wrong with it."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < 2**32:

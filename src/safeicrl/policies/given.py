@@ -52,7 +52,7 @@ def flag_per_row(name: str, value: Any, batched: bool, rows: int) -> np.ndarray:
         array = np.asarray(value)
     except (TypeError, ValueError, OverflowError):  # a ragged list
         array = np.array(None)
-    if array.dtype.kind not in "biu" or array.shape not in ((), (rows,) if batched else ()):
+    if array.dtype.kind != "b" or array.shape not in ((), (rows,) if batched else ()):
         raise UserError(
             f"{name} must be true or false" + (f", or {rows} of them" if batched else "") + f", got {value!r}"
         )

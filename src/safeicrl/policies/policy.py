@@ -132,10 +132,10 @@ class Policy:
 
         The same seed, budgets and calls give the same actions on the same machine.
         """
-        agent, _ = with_options(self.env, self.agent, risk=risk, guard=guard is not False)
+        agent, _ = with_options(self.env, self.agent, risk=risk, guard=True if guard is None else guard)
         if guard and getattr(agent, "risk", None) is None:
-            found = "is off: load the policy with it, or give a risk" if has_guard(agent) else "does not exist"
-            raise UserError(f"guard=True, but the guard of this policy {found}")
+            off = "the guard of this policy is off: load the policy with it, or give a risk"
+            raise UserError(f"guard=True, but {off if has_guard(agent) else 'this policy has no guard'}")
         budgets = check_budget(budget)
         batched = batch is not None or budgets.ndim > len(self.env.spec.cost_shape)
         count = len(budgets) if batched and batch is None else 1
@@ -356,6 +356,8 @@ class Policy:
         """What `act` was told as the next token of the trial, or an error that says what is wrong with it."""
         rows = len(trial.budget)
         seen = self._observation(observation, trial.batched, rows)
+        ended = flag_per_row("terminated", terminated, trial.batched, rows)
+        ended = ended | flag_per_row("truncated", truncated, trial.batched, rows)
         if trial.token is None:
             for name, value in (("reward", reward), ("cost", cost)):
                 if value is not None and np.any(np.asarray(value)):
@@ -363,8 +365,6 @@ class Policy:
             return first_tokens(self.env, jnp.asarray(seen), trial.budget)
         reward = number_per_row("reward", reward, trial.batched, rows)
         cost = number_per_row("cost", cost, trial.batched, rows, self.env.spec)
-        terminated = flag_per_row("terminated", terminated, trial.batched, rows)
-        ended = terminated | flag_per_row("truncated", truncated, trial.batched, rows)
         return next_tokens(trial.token, seen, trial.action, reward, cost, ended, trial.budget)
 
     def _observation(self, observation: Any, batched: bool, rows: int) -> np.ndarray:
