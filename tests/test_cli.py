@@ -12,10 +12,9 @@ import sys
 import tomllib
 from pathlib import Path
 
-import jax.numpy as jnp
 import pytest
 from PIL import Image
-from standin import ROOM, TableAgent, TableConfig
+from standin import ROOM, TableConfig
 
 from safeicrl import cli
 from safeicrl.algos.scared import ScaredConfig
@@ -217,12 +216,6 @@ def test_evaluate_writes_results(tmp_path, capsys):
     assert json.loads((tmp_path / "random.json").read_text())["meta"]["env"]["parameters"]["size"] == 3
 
 
-@pytest.fixture
-def table_kind(monkeypatch):
-    make = lambda card, env: TableAgent(table=jnp.zeros((env.size**2, 5)), size=env.size)  # noqa: E731
-    monkeypatch.setitem(catalogue.KINDS, "table", make)
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("runs")
@@ -248,7 +241,6 @@ def one_seed(runs: Path) -> Path:
     return runs / "cold"
 
 
-@pytest.mark.usefixtures("table_kind")
 def test_every_seed_of_a_run_is_evaluated(runs, tmp_path, capsys):
     run, said = two_seeds(runs)
     assert f"safeicrl evaluate {run}" in said
@@ -270,7 +262,6 @@ def test_every_seed_of_a_run_is_evaluated(runs, tmp_path, capsys):
     assert load_results(one).label == "mine"
 
 
-@pytest.mark.usefixtures("table_kind")
 def test_a_policy_acts_as_in_the_evaluation_that_chose_it(runs, tmp_path, capsys):
     run, results = one_seed(runs), tmp_path / "results"
     kept = load_results(run / "best-seed0-evaluation")
@@ -308,7 +299,6 @@ def test_what_chose_a_runs_best_policies_is_drawn_and_compared_like_any_results(
     assert capsys.readouterr().out.count("mine, in training") == 2
 
 
-@pytest.mark.usefixtures("table_kind")
 def test_beyond_its_training_a_policy_is_evaluated_with_a_warning(runs, capsys):
     run = one_seed(runs)
     for options, warned in (

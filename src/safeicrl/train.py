@@ -45,7 +45,7 @@ from safeicrl.overlap.lanes import check_env
 from safeicrl.overlap.overlapped import Overlapped
 from safeicrl.policies import checkpoint
 from safeicrl.policies.cards import read_card, save_policy
-from safeicrl.policies.catalogue import find_policy, load_agent
+from safeicrl.policies.catalogue import check_card, find_policy, load_agent
 from safeicrl.provenance import surroundings
 
 FAILURES = 3  # non-finite iterations in a row after which a run gives up
@@ -157,6 +157,7 @@ def train(
     The rows, or the seeds, are divided among `devices` devices of this process, by default all that fit; after
     `jax.distributed.initialize`, among those of every process. A run may go on with other numbers of both.
     """
+    _check_parts(algorithm)
     folder, config = Path(out), _with_limit(algorithm, config)
     if _overlaps(algorithm):
         _check_overlap(algorithm, config, (devices or 1) * hosts.count())
@@ -170,12 +171,13 @@ def train(
     first = hosts.is_first()
     if first and resume and not folder.is_dir():
         raise UserError(f"no checkpoint at {folder / CHECKPOINT}")
+    template = eqx.filter_eval_shape(_init, algorithm, config.seed, config.seeds)
+    _check_state(algorithm, config, template)
     with contextlib.ExitStack() as stack:
         if first:
             stack.enter_context(owned(folder))
         terminal = stack.enter_context(Terminal(console if first else Console(quiet=True)))
         stop = stack.enter_context(stop or StopRequest())
-        template = eqx.filter_eval_shape(_init, algorithm, config.seed, config.seeds)
         state, status = _begin_together(algorithm, config, folder, template, resume)
         state = placing.spread(state, mesh, config.seeds)
         started = time.perf_counter() - status.seconds
@@ -285,6 +287,24 @@ def _with_limit(algorithm: Algorithm, config: TrainConfig) -> TrainConfig:
     if planned is None and config.minutes is None:
         raise UserError("training needs a limit: iterations, minutes or both")
     return dataclasses.replace(config, iterations=planned)
+
+
+def _check_parts(algorithm: Algorithm) -> None:
+    """Refuse an algorithm without one of its parts."""
+    parts = ("env", "config", "init", "update", "agent", "card")
+    missing = [name for name in parts if not hasattr(algorithm, name)]
+    if missing:
+        raise UserError(f"{type(algorithm).__name__} has no {missing[0]!r}: an algorithm has {', '.join(parts)}")
+
+
+def _check_state(algorithm: Algorithm, config: TrainConfig, template: PyTree) -> None:
+    """Refuse a state that cannot be trained, or whose policy could not be loaded."""
+    who = type(algorithm).__name__
+    if not hasattr(template, "key"):
+        raise UserError(f"{who}.init must return a state with a field 'key', got a {type(template).__name__}")
+    one = template if config.seeds == 1 else eqx.filter_eval_shape(_init, algorithm, config.seed, 1)
+    agent = eqx.filter_eval_shape(algorithm.agent, one)
+    check_card(f"{who}.card", algorithm.card(), algorithm.env, agent)
 
 
 # -- state --------------------------------------------------------------------------------------------------
@@ -510,7 +530,18 @@ def _described(mesh: Mesh | None) -> str:
 
 def _guarded(algorithm: Algorithm, state: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
     """One update, undone if it must not count."""
-    return judge(algorithm, state, *algorithm.update(state))
+    who, made = f"{type(algorithm).__name__}.update", algorithm.update(state)
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[1], dict):
+        raise UserError(f"{who} must return the new state and a dictionary of metrics, got a {type(made).__name__}")
+    before, after = (
+        {name: f"{x.dtype}{list(x.shape)}" for name, x in checkpoint.named_arrays(each).items()}
+        for each in (state, made[0])
+    )
+    for name in {**before, **after}:
+        if before.get(name) != after.get(name):
+            changed = f"{name!r} was {before.get(name)}, is {after.get(name)}"
+            raise UserError(f"{who} must keep the form of the state: {changed}")
+    return judge(algorithm, state, *made)
 
 
 def judge(

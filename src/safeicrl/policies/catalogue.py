@@ -142,6 +142,30 @@ def changed_env(card: dict[str, Any], changes: dict[str, Any]) -> Env:
     return other
 
 
+def check_card(who: str, card: Any, env: Env, agent: Agent) -> None:
+    """Refuse a card that does not rebuild `agent` (its arrays or their shapes): nobody could load its policy.
+
+    `who` made the card.
+    """
+    if not isinstance(card, dict) or not isinstance(card.get("kind"), str):
+        raise UserError(f'{who} must return a dictionary with a "kind", got {card!r:.60}')
+    if card["kind"] not in KINDS:
+        raise unknown_name(f"kind of policy in {who}", card["kind"], KINDS)
+    try:
+        form = eqx.filter_eval_shape(lambda: KINDS[card["kind"]](card, env))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{who} is incomplete for the kind {card['kind']!r}: {error!r}") from None
+    rebuilt, own = (
+        {name: tuple(x.shape) for name, x in checkpoint.named_arrays(tree).items()} for tree in (form, agent)
+    )
+    for name in {**rebuilt, **own}:
+        if rebuilt.get(name) != own.get(name):
+            raise UserError(
+                f"{who} describes another agent: array {name!r} has shape {rebuilt.get(name)} there, and "
+                f"{own.get(name)} in the agent itself"
+            )
+
+
 def load_agent(path: Path, card: dict[str, Any]) -> tuple[Env, Agent]:
     """The environment and the agent that a card describes, with the arrays from `path`."""
     if card["kind"] not in KINDS:
