@@ -255,6 +255,9 @@ def test_bold_rows_play_on_with_the_first_risk_and_lambda_does_not_count_them():
     np.testing.assert_array_equal(algorithm.without_bold(played).played.all(-1), np.arange(16) >= 4)
     halves = Scared(ROOM, dataclasses.replace(settings, overlap=2))  # each half has a bold row of its own
     np.testing.assert_array_equal(halves.without_bold(played).played.all(-1), np.arange(16) % 8 >= 2)
+    for without in ({"risk": 0.1}, {"first_risk": 0.5}):
+        with pytest.raises(UserError, match=r"risk 0\.[15] is for a guard: leave it out, or give net\.guard"):
+            ScaredConfig(**without)
     with pytest.raises(UserError, match=r"bold 0\.25 is the share of rows with first_risk: give one"):
         dataclasses.replace(settings, first_risk=None)
 

@@ -196,7 +196,7 @@ def train(
             for sink in sinks:
                 sink.close()
         reason = "stopped on request" if stopped else "done"
-        terminal.say(f"{reason} after {status.iteration} iterations, {status.seconds / 60:.1f} min: {folder}")
+        terminal.say(f"{reason} after {_times(status.iteration)}, {status.seconds / 60:.1f} min: {folder}")
     policies = [path for seed in _seeds(config) if (path := _policy_path(folder, seed)).exists()]
     return Trained(
         folder=folder, state=state, status=status, results=results, policies=policies, finished=not stopped,
@@ -423,13 +423,18 @@ def _check_start(algorithm: Algorithm, folder: Path) -> None:
 def _check_sizes(algorithm: Algorithm, theirs: dict[str, Any], start: str | Path) -> None:
     """Refuse networks of another size. Those with other heads or levels may fit, but compute something else."""
     ours = dataclasses.asdict(algorithm.config).get("net", {})
+    if ours and not theirs:
+        raise UserError(f"{start} has no network with width, layers and heads, as this run has")
+    differ = {}  # size: theirs, ours
     for size in ("width", "layers", "heads", "levels"):
         # runs of versions without levels say nothing about them
         here, there = (net.get(size, 0 if size == "levels" else None) for net in (ours, theirs))
         if there != here:
-            raise UserError(
-                f"{start} has {size} {there}, this run has {here}: use --algo.net.{size} {there} to start from it"
-            )
+            differ[size] = (there, here)
+    if differ:
+        found = "; ".join(f"has {size} {there}, this run has {here}" for size, (there, here) in differ.items())
+        options = " ".join(f"--algo.net.{size} {there}" for size, (there, _) in differ.items())
+        raise UserError(f"{start} {found}: use {options} to start from it")
 
 
 def describe(env: Env, algo: Any, train: TrainConfig) -> dict[str, Any]:
@@ -587,8 +592,14 @@ def _finished(config: TrainConfig, status: Status, started: float) -> bool:
 def _limit_reached(config: TrainConfig, status: Status) -> str:
     """Why a resumed run has nothing left to do."""
     if config.iterations is not None and status.iteration >= config.iterations:
-        return f"has done its {config.iterations} iterations; a larger --iterations goes on"
+        done, more = _times(status.iteration), status.iteration > config.iterations
+        said = f"has done {done}, more than {config.iterations}" if more else f"has done its {done}"
+        return f"{said}; a larger --iterations goes on"
     return f"has used its {config.minutes:g} minutes, {status.seconds / 60:.1f} of them; a larger --minutes goes on"
+
+
+def _times(iterations: int) -> str:
+    return f"{iterations} iteration{'' if iterations == 1 else 's'}"
 
 
 def _account(
