@@ -94,15 +94,18 @@ def refused(capsys, *args) -> str:
         ),
         ("train --preset point --line told", "unknown line 'told'; known: memoryless, privileged"),
         ("train --algo scared --line privileged", "--algo and --env say what to train: leave out"),
-        ("evaluate", "needs either a policy"),
+        ("evaluate", r"evaluate needs a policy \(name, path or run folder\), or a reference agent: --agent NAME$"),
         ("evaluate safe-dark-rom", "unknown policy 'safe-dark-rom'"),
         ("evaluate runs/nothing", "no policy and no run folder at runs/nothing$"),
         ("evaluate --policy x", "leave out --policy, its value alone"),
         ("evaluate --agent random --out .", "--out must name the file"),
         ("evaluate --agent random --seed 99999999999999999999", "seed must be an integer ≥ 0 and below 2³²"),
         ("evaluate --agent random --budgets 3", "--budgets takes two numbers, got fewer$"),
-        ("evaluate x --agent random", "needs either a policy"),
-        ("evaluate --agent randon", "invalid choice 'randon'"),
+        ("evaluate x --agent random", "evaluate takes one agent: leave out 'x' or --agent random$"),
+        (
+            "evaluate --agent randon",
+            r"unknown value of --agent 'randon'; known: explorer, planner, random\. Did you mean 'random'\?$",
+        ),
         ("evaluate --agent random --env safe-dark-rom", "Did you mean 'safe-dark-room'"),
         ("evaluate --agent random --env-args sise=3", "Did you mean 'size'"),
         ("evaluate --agent random --env-args size", "name=value"),
@@ -112,18 +115,22 @@ def refused(capsys, *args) -> str:
         ("evaluate --agent random --budgets -1 1", "budget"),
         ("evaluate --agent random --tasks 0", "tasks must be"),
         ("plot", "needs results files"),
-        ("plot nothing.npz", r"no results file at nothing\.npz$"),
+        ("plot nothing.npz --out left/figures", r"no results file at nothing\.npz$"),
+        ("reproduce --results nowhere --out left/report", "no results folder at nowhere"),
+        (f"compare {__file__}", r"test_cli\.py is not a results file: that is a \.npz with a \.json"),
         ("compare --upper a --lower b", "compare needs results files"),
         ("compare x.npz --upper a --lower b", "no results file at a$"),
         ("demo --tasks 0", "tasks must be"),
         ("demo pint", "unknown world 'pint'.*Did you mean 'point'"),
-        ("demo room --policy nowhere/at/all", "no policy and no run folder at nowhere/at/all$"),
+        ("demo room --policy nowhere/at/all --out left/demo", "no policy and no run folder at nowhere/at/all$"),
         ("demo --seed -1", "seed must be"),
         ("list --all", "unknown option --all"),
     ],
 )
-def test_mistakes_are_one_line(capsys, args, words):
+def test_mistakes_are_one_line(capsys, tmp_path, monkeypatch, args, words):
+    monkeypatch.chdir(tmp_path)
     assert re.search(words, refused(capsys, *args.split()))
+    assert not list(tmp_path.iterdir())
 
 
 def test_help_and_version(capsys):

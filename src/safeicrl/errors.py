@@ -36,6 +36,10 @@ class Incomplete(UserWarning):
     """Some runs of a sweep have no results yet and were left out."""
 
 
+class Unlike(UserWarning):
+    """Results are shown side by side that are not of the same tasks."""
+
+
 class Damaged(UserWarning):
     """A part of a file could not be read and was left out."""
 

@@ -17,7 +17,7 @@ from safeicrl.config import from_plain
 from safeicrl.envs.api import Env, EnvSpec
 from safeicrl.envs.registry import env_from_plain
 from safeicrl.errors import UserError, check_integer, unknown_name
-from safeicrl.files import RECIPE
+from safeicrl.files import CHECKPOINT, RECIPE
 from safeicrl.nets.decision_transformer import DecisionConfig, DecisionNet, unit_scales
 from safeicrl.nets.feedforward import check_hidden
 from safeicrl.nets.heads import PolicyNet
@@ -46,6 +46,8 @@ def run_policies(folder: Path) -> dict[int, Path]:
                 f"{folder} holds no policy yet; its last stage is ahead: safeicrl train --resume {folder}"
             )
         found = {int(read_card(only).get("training", {}).get("seed", 0)): only}
+    if not found and not any((folder / name).exists() for name in ("config.json", CHECKPOINT)):
+        raise UserError(f"{folder} is a folder without a policy, and not the folder of a run")
     if not found:
         raise UserError(f"{folder} holds no policy (best-seed*.safetensors); its first evaluation writes one")
     return dict(sorted(found.items()))

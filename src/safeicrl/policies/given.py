@@ -5,7 +5,15 @@ from typing import Any
 import numpy as np
 
 from safeicrl.envs.api import EnvSpec
-from safeicrl.errors import UserError, check_sound
+from safeicrl.errors import UserError, check_budget, check_sound
+
+
+def as_budgets(budget: Any, spec: EnvSpec) -> np.ndarray:
+    """One budget, or several, as float32. A tuple is a budget for each cost, a list may be a batch."""
+    if isinstance(budget, tuple) and not spec.several:
+        rule = "budget must be a number or, for a batch, a list; tuples are for several costs"
+        raise UserError(f"{rule}, got {budget!r:.60}")
+    return check_budget(budget)
 
 
 def budget_per_row(budgets: np.ndarray, rows: int, spec: EnvSpec) -> np.ndarray:

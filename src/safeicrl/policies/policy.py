@@ -29,7 +29,6 @@ from safeicrl.errors import (
     MOST_ROWS,
     BeyondTraining,
     UserError,
-    check_budget,
     check_integer,
     check_seed,
     check_sound,
@@ -37,7 +36,7 @@ from safeicrl.errors import (
 from safeicrl.policies import contexts
 from safeicrl.policies.cards import read_card
 from safeicrl.policies.catalogue import find_policy, load_agent, trained_env, trained_episodes
-from safeicrl.policies.given import as_floats, budget_per_row, flag_per_row, number_per_row
+from safeicrl.policies.given import as_budgets, as_floats, budget_per_row, flag_per_row, number_per_row
 from safeicrl.policies.running import (
     OPTIONAL,
     GuardReport,
@@ -136,7 +135,7 @@ class Policy:
         if guard and getattr(agent, "risk", None) is None:
             off = "the guard of this policy is off: load the policy with it, or give a risk"
             raise UserError(f"guard=True, but {off if has_guard(agent) else 'this policy has no guard'}")
-        budgets = check_budget(budget)
+        budgets = as_budgets(budget, self.env.spec)
         batched = batch is not None or budgets.ndim > len(self.env.spec.cost_shape)
         count = len(budgets) if batched and batch is None else 1
         rows = check_integer("batch", count if batch is None else batch, 1, MOST_ROWS)
@@ -168,13 +167,15 @@ class Policy:
         """
         with self._alone():
             trial = self._running("change")
+            if budget is None and risk is None:
+                raise UserError("change needs a budget or a risk")
             made = {}
             if risk is not None and has_guard(self.agent) and trial.agent.risk is None:  # type: ignore[attr-defined]
                 raise UserError(f"the guard is off in this trial: leave out risk {risk}")
             if risk is not None:
                 made = for_trial(with_options(self.env, self.agent, risk=risk)[0])
             if budget is not None:
-                budgets = budget_per_row(check_budget(budget), len(trial.budget), self.env.spec)
+                budgets = budget_per_row(as_budgets(budget, self.env.spec), len(trial.budget), self.env.spec)
                 self.warn_beyond(budgets=budgets)
                 trial.budget = usable_budget(jnp.asarray(budgets), self.env.spec)
             vars(trial).update(made)
@@ -340,7 +341,7 @@ class Policy:
         each = spec.each_cost(np.reshape(budgets, (-1, *spec.cost_shape)))
         for name, own, values in zip(spec.costs, ranges, each, strict=True):
             (low, high), asked = usable(own), np.ravel(usable(values))
-            outside = asked[(asked < low) | (asked > high)]
+            outside = np.ravel(values)[(asked < low) | (asked > high)]
             of = f" of {name}" if spec.several else ""
             messages += [f"budgets{of} from {low:g} to {high:g}, not {outside[0]:g}"] if len(outside) else []
         if episodes > self.episodes == 1:
