@@ -370,6 +370,11 @@ def _begin_together(
     return eqx.combine(hosts.arrays_of_first(arrays), static), status
 
 
+def check_start(algorithm: Algorithm, start: str) -> None:
+    """Refuse a run or a policy that `algorithm` cannot begin with."""
+    _beginning(algorithm, start)
+
+
 def _beginning(algorithm: Algorithm, start: str) -> Callable[[PyTree, int], PyTree]:
     """What puts the networks of `start`, a run or a policy, into a first state; refused here if they do not fit."""
     checkpointed = Path(start) / CHECKPOINT
