@@ -226,7 +226,7 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
     ),
     Mutant(
         "compare without its split check", "evaluation/statistics.py",
-        '        "split": lambda r: r.meta.get("split"),\n', "", COMPARED,
+        '    "split": lambda r: r.meta.get("split"),\n', "", COMPARED,
     ),
     Mutant(
         "compare without its budget check", "evaluation/statistics.py",
