@@ -128,6 +128,10 @@ def test_what_does_not_fit_is_refused(tmp_path):
     table = TableAlgorithm(ROOM, TableConfig())
     with pytest.raises(UserError, match="TableAlgorithm cannot start with a policy"):
         train(table, TrainConfig(iterations=1, start=str(tmp_path / "policy")), out=tmp_path / "run")
+    (tmp_path / "checkpoint.safetensors").touch()
+    bare = type("Bare", (TableAlgorithm,), {"start_from": property()})(ROOM, TableConfig())
+    with pytest.raises(UserError, match="Bare has no 'start_from': it cannot start with a run"):
+        train(bare, TrainConfig(iterations=1, start=str(tmp_path)), out=tmp_path / "run")
     with pytest.raises(UserError, match="no policy and no run folder at"):
         train(table, TrainConfig(iterations=1, start=str(tmp_path / "none")), out=tmp_path / "new" / "run")
     assert not (tmp_path / "run").exists()

@@ -379,6 +379,8 @@ def _beginning(algorithm: Algorithm, start: str) -> Callable[[PyTree, int], PyTr
     """What puts the networks of `start`, a run or a policy, into a first state; refused here if they do not fit."""
     checkpointed = Path(start) / CHECKPOINT
     if checkpointed.exists():
+        if not hasattr(algorithm, "start_from"):
+            raise UserError(f"{type(algorithm).__name__} has no 'start_from': it cannot start with a run")
         _check_start(algorithm, Path(start))
         return lambda state, _: _start(algorithm, state, checkpointed)
     path = find_policy(start)
