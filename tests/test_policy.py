@@ -312,7 +312,7 @@ def test_bad_steps_change_nothing(arguments, words):
         each.act((1, 1))
     with pytest.raises(UserError, match=words):
         policy.act(*arguments)
-    assert policy.act((1, 0), 0.0, 1.0) == twin.act((1, 0), 0.0, 1.0)
+    assert policy.act((1, 0), 0.0, 1.0, 0) == twin.act((1, 0), 0.0, 1.0, False)
 
 
 def test_bad_batches():

@@ -60,7 +60,9 @@ def flag_per_row(name: str, value: Any, batched: bool, rows: int) -> np.ndarray:
         array = np.asarray(value)
     except (TypeError, ValueError, OverflowError):  # a ragged list
         array = np.array(None)
-    if array.dtype.kind != "b" or array.shape not in ((), (rows,) if batched else ()):
+    # 0 and 1 are taken too: simulators in other languages have no other flags
+    flags = array.dtype.kind == "b" or (array.dtype.kind in "iu" and ((array == 0) | (array == 1)).all())
+    if not flags or array.shape not in ((), (rows,) if batched else ()):
         raise UserError(
             f"{name} must be true or false" + (f", or {rows} of them" if batched else "") + f", got {value!r}"
         )
