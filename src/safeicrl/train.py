@@ -40,6 +40,7 @@ from safeicrl.files import CHECKPOINT, owned, read_json, write_json
 from safeicrl.log import JsonLines, Sink, TensorBoard, Terminal, WandB
 from safeicrl.machine import devices as placing
 from safeicrl.machine import hosts
+from safeicrl.machine.callbacks import own_errors
 from safeicrl.machine.signals import StopRequest
 from safeicrl.overlap.lanes import check_env
 from safeicrl.overlap.overlapped import Overlapped
@@ -142,6 +143,7 @@ class Trained:
         return algorithm.agent(_select(self.state, index, len(self.status.failures)))
 
 
+@own_errors()
 def train(
     algorithm: Algorithm,
     config: TrainConfig,

@@ -17,7 +17,7 @@ import numpy as np
 from safeicrl.errors import UserError, check_integer
 
 
-def _as_array(value: object) -> np.ndarray:
+def as_array(value: object) -> np.ndarray:
     """What a user gave as an array; of no numbers, if it is none."""
     try:
         return np.asarray(value)
@@ -69,7 +69,7 @@ class Discrete:
 
     def check_action(self, action: object, real: type = np.float32) -> np.ndarray:
         """A user's action as an array, or an error that says what an action is; nothing in it is `real`."""
-        value = _as_array(action)
+        value = as_array(action)
         if value.shape != () or value.dtype.kind not in "iu" or not 0 <= value < self.n:
             raise UserError(f"action must be an integer from 0 to {self.n - 1}, got {action!r}")
         return value.astype(np.int32)
@@ -189,7 +189,7 @@ class Box:
 
     def check_action(self, action: object, real: type = np.float32) -> np.ndarray:
         """A user's action as an array of `real` numbers, or an error that says what an action is."""
-        value = _as_array(action)
+        value = as_array(action)
         if value.shape != self.shape or value.dtype.kind not in "iuf":
             raise UserError(f"action must be {self.size} real numbers, got {action!r}")
         if not np.all((value >= self.low) & (value <= self.high)):  # false for NaN as well

@@ -17,6 +17,7 @@ from safeicrl.envs.registry import env_to_plain
 from safeicrl.errors import MOST_EPISODES, MOST_STEPS, UserError, check_budget, check_integer, check_seed
 from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.task_lists import TaskList, evaluation_keys, load_list, sample_tasks
+from safeicrl.machine.callbacks import own_errors
 from safeicrl.machine.devices import everywhere, make_mesh, over_rows, padded, spread, using
 from safeicrl.provenance import surroundings
 from safeicrl.trial import Episodes, episode_sums, first_fault, run_trials
@@ -27,6 +28,7 @@ if TYPE_CHECKING:  # it imports optax, which few agents need
 SEGMENT = 32  # steps; a shorter segment of a trial saves less time than its compilation takes
 
 
+@own_errors()
 def evaluate(
     env: Env,
     agent: Agent,
