@@ -236,7 +236,8 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
     Mutant("nan counts as sound", "errors.py", "return (values >=", "return ~(values <= 0) | (values >=", FOUND),
     Mutant("negative costs count", "errors.py", '(0.0 if name == "cost" else -LARGEST)', "-LARGEST", FOUND),
     Mutant(
-        "SCARED reports no fault", "algos/scared.py", '"fault": first_fault(trials)', '"fault": jnp.full(5, -1.0)',
+        "SCARED reports no fault", "algos/scared.py",
+        '"fault": first_fault(trials, self.env.spec)', '"fault": jnp.full(5, -1.0)',
         "test_sound.py::test_scared_reports_what_it_played",
     ),
     Mutant(

@@ -676,7 +676,7 @@ def _refuse_faults(faults: np.ndarray, status: Status, config: TrainConfig, env:
     for late, each in enumerate(faults):
         for seed, fault in zip(_seeds(config), each, strict=True):
             where = [f"iteration {status.iteration - config.chunk + late + 1}, seed {seed}"]
-            refuse_fault(fault, env_to_plain(env)["name"], where)
+            refuse_fault(fault, env_to_plain(env)["name"], where, env.spec)
 
 
 def _give_up(status: Status, folder: Path) -> str:

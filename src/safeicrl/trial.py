@@ -17,7 +17,7 @@ import numpy as np
 
 from safeicrl.agents.api import Agent
 from safeicrl.budgets import Ranges, beside, is_over, ranges_of
-from safeicrl.envs.api import Env, Key, PyTree, Split, Step, record, replace
+from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, Split, Step, record, replace
 from safeicrl.envs.faults import find_fault
 from safeicrl.errors import UserError
 from safeicrl.machine.devices import over_rows
@@ -63,12 +63,16 @@ class Trials:
         return self.valid & (self.trial_done | ~last)
 
 
-def first_fault(trials: Trials) -> jax.Array:
-    """The first number of the environment that breaks its contract, as `envs.faults.find_fault` gives it."""
+def first_fault(trials: Trials, spec: EnvSpec | None = None) -> jax.Array:
+    """The first number of the environment that breaks its contract, as `envs.faults.find_fault` gives it.
+
+    Without the environment's `spec`, what it promises there is not looked at.
+    """
     token = trials.token
     return find_fault(
         cost=trials.cost, reward=trials.reward, observation=trials.final_observation, first=token.observation,
         start=token.start, valid=trials.valid, episode=token.episode, time=token.time,
+        spec=spec, age=jnp.where(trials.done, 0, token.time + 1),
     )  # fmt: skip
 
 

@@ -116,6 +116,11 @@ class Grid:
         """Each coordinate one-hot, one after another, [..., sum of sizes]."""
         return jnp.concatenate([jax.nn.one_hot(cell[..., i], n) for i, n in enumerate(self.sizes)], -1)
 
+    @property
+    def limits(self) -> str:
+        """The range of each coordinate, in words."""
+        return f"({', '.join(f'0–{size - 1}' for size in self.sizes)})"
+
     def cells(self) -> np.ndarray:
         """All cells, [cell, coordinate], in the order of `flat`."""
         return np.indices(self.sizes).reshape(self.size, -1).T
@@ -128,8 +133,7 @@ class Grid:
     def check_observation(self, values: np.ndarray) -> np.ndarray:
         """A user's cells, finite numbers [..., coordinate], as integers, or an error that says what a cell is."""
         if (values != np.floor(values)).any() or (values < 0).any() or (values >= self.sizes).any():
-            limits = ", ".join(f"0–{size - 1}" for size in self.sizes)
-            raise UserError(f"observation must be a cell in ({limits}), got {values.tolist()}")
+            raise UserError(f"observation must be a cell in {self.limits}, got {values.tolist()}")
         return values.astype(np.int32)
 
 

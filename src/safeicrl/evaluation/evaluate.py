@@ -133,7 +133,7 @@ def _play_all(
         with using(mesh):
             played, found = _play(env, agent, *given, episodes=episodes, segments=segments)
         fault = np.asarray(found)
-        refuse_fault(fault, name, [f"task {index[int(fault[1])] % tasks}"])
+        refuse_fault(fault, name, [f"task {index[int(fault[1])] % tasks}"], env.spec)
         parts.append(jax.tree.map(lambda x: np.asarray(x)[:rows], played))
     return jax.tree.map(lambda *x: np.concatenate(x)[:trials], *parts)
 
@@ -230,7 +230,7 @@ def _play(
     trials = run_trials(env, agent, tasks, budgets, key, episodes=episodes, steps=steps, segments=segments)
     guarded = isinstance(trials.extras, dict) and "stepped_in" in trials.extras
     stepped_in = (trials.extras["stepped_in"] & trials.valid).sum(-1) if guarded else None
-    return everywhere(((episode_sums(trials, episodes), None, stepped_in), first_fault(trials)))
+    return everywhere(((episode_sums(trials, episodes), None, stepped_in), first_fault(trials, env.spec)))
 
 
 def spending(spent: "Spent") -> dict[str, Any]:
