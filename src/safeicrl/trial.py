@@ -185,8 +185,15 @@ def run_trials(
 def enter(env: Env, tasks: PyTree, budgets: jax.Array, key: Key) -> Row:
     """A row at the first step of its first trial."""
     state, observation = env.reset(key, jax.tree.map(lambda x: x[0], tasks))
+    _check_shape("first observations", observation, env.spec.observation.shape)
     token = first_token(env.spec, observation, budgets[0, 0])
     return Row(state=state, token=token, budget=budgets[0, 0], trial=jnp.int32(0), over=jnp.array(False))
+
+
+def _check_shape(what: str, value: jax.Array, expected: tuple[int, ...]) -> None:
+    """Raise if an environment returns an array of another shape than it should."""
+    if (found := jnp.shape(value)) != expected:
+        raise UserError(f"{what} must have shape {expected}, as the environment's spec says, got {found}")
 
 
 def _advance(
@@ -217,10 +224,11 @@ def move_on(
     reset_key: Key,
 ) -> tuple[Row, Trials]:
     """The row at its next step, of the next episode or trial if one is due, and what was played in this one."""
-    queue = len(budgets)
-    if jnp.shape(step.cost) != (expected := env.spec.cost_shape):
-        names = ", ".join(env.spec.costs)
-        raise UserError(f"steps must return costs of shape {expected} ({names}), got shape {jnp.shape(step.cost)}")
+    queue, spec = len(budgets), env.spec
+    _check_shape(f"costs ({', '.join(spec.costs)}) of a step", step.cost, spec.cost_shape)
+    _check_shape("observations of a step", step.observation, spec.observation.shape)
+    for name in ("reward", "terminated", "truncated"):
+        _check_shape(f"{name} of a step", getattr(step, name), ())
     done = step.terminated | step.truncated
     trial_done = done & (row.token.episode + 1 >= lengths[row.trial])
     played = Trials(
