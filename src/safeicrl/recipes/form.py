@@ -18,7 +18,7 @@ CHOICES: dict[str, tuple[Any, str]] = {
     "preset": (str, "name of a recipe, see safeicrl list; darkroom-small by default"),
     "line": (
         Line,
-        "train a reference agent of the preset instead: privileged is told the hidden task, memoryless forgets "
+        "train a baseline of the preset instead: privileged is told the hidden task, memoryless forgets "
         "everything after each episode; for point, car, half-cheetah and ant",
     ),
     "like": (Path, "repeat a stored run in a new folder: its folder, or its config.json or recipe.json"),

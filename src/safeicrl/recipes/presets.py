@@ -31,7 +31,7 @@ from safeicrl.penalty import PenaltyConfig
 from safeicrl.recipes.recipe import Experiment, Recipe, Stage
 from safeicrl.train import EvalConfig, TrainConfig
 
-# The reference agents of a world. Both play single episodes. The privileged one is told the hidden task and bounds
+# The trained baselines of a world. Both play single episodes. The privileged one is told the hidden task and bounds
 # the policy from above; the memoryless one is told nothing and bounds it from below.
 Line = Literal["privileged", "memoryless"]
 
@@ -42,11 +42,11 @@ class Preset:
 
     summary: str  # what it trains, on which machine, for how long
     make: Callable[[], Recipe]
-    line: Callable[[Line], Experiment] | None = None  # its reference agents
+    line: Callable[[Line], Experiment] | None = None  # its baselines
 
 
 def preset(name: str, line: str | None = None) -> Recipe:
-    """The recipe called `name`, or that of one of its reference agents."""
+    """The recipe called `name`, or that of one of its baselines."""
     if name not in PRESETS:
         raise unknown_name("preset", name, PRESETS)
     found = PRESETS[name]
@@ -281,7 +281,7 @@ def _stage(
 
 
 def _line(env: Env, base: ScaredConfig, changes: dict[str, Any]) -> Experiment:
-    """A reference agent: one episode per trial, several trials in a row, evaluated with its context wiped."""
+    """A baseline: one episode per trial, several trials in a row, evaluated with its context wiped."""
     steps = env.spec.max_steps
     single = {"episodes": 1, "queue": 8, "steps": 4 * steps, "segments": 1, "net.context": steps}
     return _stage(env, base, "single-episodes", {**changes, **single}, wipe=True).experiment
@@ -374,7 +374,7 @@ def _track_base(env: Env) -> ScaredConfig:
     )
 
 
-# The changes of `_track_base` for short trials, which the reference agents share. λ may be large from the start: an
+# The changes of `_track_base` for short trials, which the baselines share. λ may be large from the start: an
 # agent that has not learned to run breaks no speed limit.
 SHORT_TRACK: dict[str, Any] = {
     "rows": 64,
