@@ -21,8 +21,10 @@ class Mortal(TableAlgorithm):
     config: MortalConfig
 
     def card(self) -> dict[str, Any]:
-        """Asked for when an evaluation has found a better policy, before the next checkpoint."""
-        if self.config.fate and Path(self.config.fate).exists():
+        """Asked for at the start, then when an evaluation has found a better policy, before the next checkpoint."""
+        begun = hasattr(self, "asked")
+        object.__setattr__(self, "asked", True)
+        if begun and self.config.fate and Path(self.config.fate).exists():
             Path(self.config.fate).unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().card()

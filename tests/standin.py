@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from safeicrl.algos import registry
 from safeicrl.envs.api import record, replace
 from safeicrl.envs.dark_room import SafeDarkRoom
+from safeicrl.policies.catalogue import KINDS
 from safeicrl.trial import episode_sums, first_fault, run_trials
 
 ROOM = SafeDarkRoom(size=3, obstacles=2, max_steps=5, episodes=4, train_budget=(1.0, 3.0), test_budget=(1.0, 3.0))
@@ -127,5 +128,6 @@ class TableAlgorithm:
 
 
 if "table" not in registry.ALGOS:
+    KINDS["table"] = lambda card, env: TableAgent(table=jnp.zeros((env.size**2, 5)), size=env.size)
     entry = registry.Entry(algorithm=f"{__name__}:TableAlgorithm", config=f"{__name__}:TableConfig")
     registry.register("table", entry)

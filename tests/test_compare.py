@@ -11,11 +11,11 @@ from safeicrl.evaluation.statistics import MEASURES, interval
 from safeicrl.evaluation.tables import group, run_results
 
 
-def results(mean: float, label: str = "run", tasks: int = 6) -> Results:
+def results(mean: float, label: str = "run", tasks: int = 6, **more) -> Results:
     """Two episodes per trial, of returns around `mean`; the costs of every second trial exceed the budget once."""
     returns = mean + np.linspace(-1, 1, tasks)[:, None] * np.ones(2)
     costs = np.array([[0.0, 3.0 * (trial % 2)] for trial in range(tasks)])
-    meta = {"label": label, "budget_range": [1.0, 1.0]}
+    meta = {"label": label, "budget_range": [1.0, 1.0], **more}
     return Results(returns=returns, costs=costs, lengths=costs + 1, budgets=np.ones(tasks), meta=meta)
 
 
@@ -60,6 +60,32 @@ def test_compare_prints_and_draws_the_runs(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert main(["compare", str(tmp_path / "empty")]) == 2
     assert "has no evaluation" in capsys.readouterr().err
+
+
+def test_compare_refuses_other_worlds_and_warns_of_other_tasks(tmp_path, capsys):
+    room, point = ({"name": name, "parameters": {}} for name in ("safe-dark-room", "safe-dark-point"))
+    for name, tasks, more in (
+        ("one", 6, {"env": room, "seed": 0}),
+        ("other", 8, {"env": room, "seed": 3}),
+        ("point", 6, {"env": point, "seed": 0}),
+        ("rough", 6, {"env": room, "seed": 0, "approximation": "mjx"}),
+    ):
+        save_results(results(1.0, name, tasks, **more), tmp_path / name)
+    for name, words in (
+        ("point", "environment, safe-dark-room and safe-dark-point"),
+        ("rough", "physics, the real one and mjx"),
+    ):
+        assert main(["compare", str(tmp_path / "one"), str(tmp_path / name)]) == 2
+        assert capsys.readouterr().err == (
+            f"safeicrl: only results of one world can be compared: 'one' and {name!r} differ in their {words}\n"
+        )
+    assert main(["compare", str(tmp_path / "one"), str(tmp_path / "other")]) == 0
+    assert capsys.readouterr().err == (
+        "safeicrl: these results are not of the same tasks: they differ in seed (0 and 3), "
+        "trials (6 of 2 episodes and 8 of 2 episodes)\n"
+    )
+    assert main(["compare", str(tmp_path / "one"), str(tmp_path / "one")]) == 0
+    assert not capsys.readouterr().err
 
 
 def test_the_figure_says_what_its_bars_are():

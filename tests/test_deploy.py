@@ -99,7 +99,10 @@ def test_a_changed_risk_holds_from_the_next_action_on():
     [
         ({"budget": -1}, "budget must be a finite number ≥ 0"),
         ({"budget": [1, 2]}, "2 budgets were given for a batch of 1"),
+        ({"budget": (1, 2)}, r"tuples are for several costs, got \(1, 2\)"),
         ({"risk": 0.1}, "has no guard"),
+        ({}, "change needs a budget or a risk"),
+        ({"budget": None}, "change needs a budget or a risk"),
     ],
 )
 def test_bad_changes_change_nothing(asked, words):

@@ -33,6 +33,7 @@ from safeicrl.machine.callbacks import own_errors
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers.ppo import PPOConfig
+from safeicrl.policies import catalogue
 from safeicrl.policies.cards import save_policy
 from safeicrl.train import TrainConfig, train
 from safeicrl.trial import episode_sums, first_fault, run_trials, sample_queue
@@ -343,15 +344,21 @@ class Player(TableAlgorithm):
         zero = jnp.zeros(())
         return TableState(table=zero, multiplier=zero, key=key, step=zero, bad_from=zero, bad_share=zero)
 
+    def agent(self, state):
+        return RandomAgent(self.env.spec.action)
+
+    def card(self):
+        return {"kind": "player"}
+
     def update(self, state):
         tasks, budgets = sample_queue(self.env, "train", (0.0, 1.0), (2, 1), state.key)
-        agent = RandomAgent(self.env.spec.action)
-        played = run_trials(self.env, agent, tasks, budgets, state.key, episodes=1, steps=3)
+        played = run_trials(self.env, self.agent(state), tasks, budgets, state.key, episodes=1, steps=3)
         return state, dict.fromkeys(METRICS, played.cost.sum()) | {"fault": first_fault(played)}
 
 
 def test_training_says_it_too(slips, monkeypatch, tmp_path):
     monkeypatch.setattr(Slip, "second", ValueError("out of fuel"))
+    monkeypatch.setitem(catalogue.KINDS, "player", lambda card, env: RandomAgent(env.spec.action))
     with pytest.raises(UserError, match=r"^step of slips raised ValueError: out of fuel$"):
         train(Player(slips, TableConfig()), TrainConfig(iterations=1), out=tmp_path)
 

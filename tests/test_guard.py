@@ -255,6 +255,9 @@ def test_bold_rows_play_on_with_the_first_risk_and_lambda_does_not_count_them():
     np.testing.assert_array_equal(algorithm.without_bold(played).played.all(-1), np.arange(16) >= 4)
     halves = Scared(ROOM, dataclasses.replace(settings, overlap=2))  # each half has a bold row of its own
     np.testing.assert_array_equal(halves.without_bold(played).played.all(-1), np.arange(16) % 8 >= 2)
+    for without in ({"risk": 0.1}, {"first_risk": 0.5}):
+        with pytest.raises(UserError, match=r"risk 0\.[15] is for a guard: leave it out, or give net\.guard"):
+            ScaredConfig(**without)
     with pytest.raises(UserError, match=r"bold 0\.25 is the share of rows with first_risk: give one"):
         dataclasses.replace(settings, first_risk=None)
 
@@ -380,6 +383,10 @@ def test_a_policy_says_what_its_guard_did(guarded):
 def test_the_guard_is_off_by_one_switch(guarded):
     policy = load_policy(guarded)
     assert play(policy, guard=False) == [None] * 8
+    assert play(policy, guard=np.False_) == [None] * 8
+    for option in ("guard", "greedy", "settle"):
+        with pytest.raises(UserError, match=f"^{option} must be true or false, got 'no'$"):
+            load_policy(guarded, **{option: "no"})
     off = load_policy(guarded, guard=False)
     assert off.card["guard"] == "off"
     assert play(off) == [None] * 8
@@ -411,7 +418,7 @@ def test_a_guard_that_is_off_stays_off(guarded):
 
 def test_a_policy_without_a_guard_has_no_risk():
     policy = load_policy("safe-dark-room")
-    with pytest.raises(UserError, match="the guard of this policy does not exist"):
+    with pytest.raises(UserError, match=r"^guard=True, but this policy has no guard$"):
         policy.start(budget=1, guard=True)
     with pytest.raises(UserError, match=r"this policy has no guard: leave out risk 0\.1"):
         policy.start(budget=1, risk=0.1)

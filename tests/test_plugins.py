@@ -114,6 +114,21 @@ def test_a_world_of_ones_own_is_evaluated_and_shown_from_the_command_line(elsewh
     assert "unknown policy 'hot-levers'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        (("standin:Tabel", "standin:TableConfig"), "and the module has no 'Tabel'"),
+        (("standin:TableAlgorithm", "no_such:Config"), "and there is no module 'no_such'"),
+        (("standin:TableAlgorithm", "standin:jax"), "of algorithm 'own' must be a dataclass, got standin:jax"),
+    ],
+)
+@pytest.mark.usefixtures("elsewhere")
+def test_a_wrong_entry_is_one_line(entry, words, capsys):
+    algos.register("own", algos.Entry(algorithm=entry[0], config=entry[1]))
+    assert cli.main(["train", "--algo", "own"]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_an_algorithm_of_ones_own_takes_at_most_60_lines(elsewhere):
     """Traced, not compiled: its parts are tested where they live."""
     script = LEVERS.with_name("custom_algorithm.py")

@@ -112,9 +112,9 @@ def test_start_forgets_everything():
     assert [policy.act((1, 1)), *(policy.act((1, 0), 0.0, 1.0) for _ in range(4))] != runs[0]
 
 
-@pytest.mark.parametrize(("budget", "named"), [(0.5, 0), (4, 4), ([1, 2, 3, 9], 9)])
+@pytest.mark.parametrize(("budget", "named"), [(0.5, 0.5), (4, 4), ([1, 2, 3, 9], 9)])
 def test_a_budget_it_was_not_trained_on_is_warned_of(budget, named):
-    with pytest.warns(BeyondTraining, match=f"budgets from 1 to 3, not {named}") as said:
+    with pytest.warns(BeyondTraining, match=f"budgets from 1 to 3, not {named}$") as said:
         nosy().start(budget)
     assert len(said) == 1
     assert said[0].filename == __file__  # where the user called it
@@ -239,7 +239,10 @@ def test_policies_that_are_none(released, tmp_path):
     with pytest.raises(UserError, match="no policy and no run folder at"):
         load_policy(tmp_path / "none.safetensors")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="holds no policy"):
+    with pytest.raises(UserError, match="empty is a folder without a policy, and not the folder of a run"):
+        load_policy(tmp_path / "empty")
+    (tmp_path / "empty" / "config.json").touch()
+    with pytest.raises(UserError, match=r"empty holds no policy .*; its first evaluation writes one"):
         load_policy(tmp_path / "empty")
     card = cards.read_card(released)
     for changed, words in (
@@ -270,9 +273,12 @@ def load_table():
         ("3", {}, "budget must be a number"),
         ([], {}, r"budget must be a number ≥ 0, got \[\]"),
         ([[1, 2]], {}, "a number or a list of numbers"),
+        ((1, 2), {}, r"must be a number or, for a batch, a list; tuples are for several costs, got \(1, 2\)"),
         ([1, 2], {"batch": 3}, "2 budgets were given for a batch of 3"),
         (1, {"batch": 0}, "batch must be"),
         (1, {"seed": -1}, "seed must be"),
+        (1, {"guard": 0}, "guard must be true or false, got 0"),
+        (1, {"guard": "no"}, "guard must be true or false, got 'no'"),
     ],
 )
 def test_bad_starts(budget, more, words):
@@ -297,7 +303,8 @@ def test_bad_starts(budget, more, words):
         (((0, 0), 0.0, 5.0), r"^costs must be at most 1, the environment's spec\.max_cost, got 5$"),
         (((0, 0), 0.0, 0.5), r"^costs must be multiples of 1, the environment's spec\.cost_unit, got 0\.5$"),
         (((0, 0), [0.0, 1.0], 0.0), "reward must be one number"),
-        (((0, 0), 0.0, 0.0, "no"), "terminated must be true or false"),
+        (((0, 0), 0.0, 0.0, "no"), "terminated must be true or false, got 'no'"),
+        (((0, 0), 0.0, 0.0, 2), "terminated must be true or false, got 2"),
     ],
 )
 def test_bad_steps_change_nothing(arguments, words):
@@ -319,6 +326,8 @@ def test_bad_batches():
         policy.act(np.ones((2, 2)))
     with pytest.raises(UserError, match="first call after start"):
         policy.act(np.ones((3, 2)), np.ones(3), np.zeros(3))
+    with pytest.raises(UserError, match="truncated must be true or false, or 3 of them, got 'yes'"):
+        policy.act(np.ones((3, 2)), truncated="yes")
     policy.act(np.ones((3, 2)))
     with pytest.raises(UserError, match="cost must be one number for each of 3 rows"):
         policy.act(np.ones((3, 2)), np.zeros(3), 1.0)

@@ -148,6 +148,10 @@ def test_a_stage_begins_with_the_networks_of_the_one_before(tmp_path):
 
 
 def test_only_the_networks_of_a_start_must_fit(tmp_path):
+    lost = stage("walk", DriftConfig(), start=str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match="no policy and no run folder at"):
+        run_recipe(drift(stages=(lost, stage("run", DriftConfig()))), out=tmp_path / "new" / "run")
+    assert not (tmp_path / "new").exists()
     wide = DriftConfig(net=dataclasses.replace(NET, width=16))
     with pytest.raises(UserError, match=r"1-walk has width 8, this run has 16: use --algo\.net\.width 8"):
         run_recipe(drift(stages=(stage("walk", DriftConfig()), stage("run", wide))), out=tmp_path / "run")

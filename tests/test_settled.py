@@ -10,6 +10,7 @@ from networks import ROOM, random_weights
 
 from safeicrl.agents.api import lasting
 from safeicrl.agents.in_context import InContextAgent
+from safeicrl.errors import UserError
 from safeicrl.evaluation.evaluate import evaluate
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
@@ -156,6 +157,8 @@ def test_evaluations_settle_past_k_only(monkeypatch):
         for episodes, settle in ((K, True), (K + 2, True), (K + 2, False))
     )
     assert used == {True, False}
+    with pytest.raises(UserError, match="settle must be true or false, got 'a'"):
+        evaluate(ROOM, plain, tasks=2, episodes=K, settle="a")
     assert [each.meta.get("settles") for each in (short, long, off)] == [None, True, False]
     for later in (long, off):
         np.testing.assert_array_equal(later.returns[:, :K], short.returns)

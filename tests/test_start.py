@@ -22,7 +22,7 @@ from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers.ddpg import DDPGConfig
 from safeicrl.optimisers.ppo import PPOConfig
 from safeicrl.policies.cards import save_policy
-from safeicrl.train import EvalConfig, TrainConfig, train
+from safeicrl.train import EvalConfig, Status, TrainConfig, train
 
 NET = NetConfig(width=8, layers=1, heads=2, context=20)
 VARIANT = dataclasses.replace(ROOM, max_steps=7, train_budget=(0.0, 5.0))  # a variant of the policy's own room
@@ -108,12 +108,16 @@ def test_a_guard_is_taken_over_only_if_both_have_one(tmp_path):
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
-    released(tmp_path / "wide.safetensors", width=16)
-    with pytest.raises(UserError, match=r"wide has width 16, this run has 8: use --algo\.net\.width 16"):
+    released(tmp_path / "wide.safetensors", width=16, layers=2)
+    words = (
+        r"wide has width 16, this run has 8; has layers 2, this run has 1: "
+        r"use --algo\.net\.width 16 --algo\.net\.layers 2 to start from it"
+    )
+    with pytest.raises(UserError, match=words):
         first_state(learner(), tmp_path / "wide")
     card = {"kind": "mlp", "hidden": [4], "env": env_to_plain(ROOM)}
     save_policy(tmp_path / "mlp.safetensors", MlpAgent.build(ROOM.spec, (4,)), card)
-    with pytest.raises(UserError, match="has width None, this run has 8"):
+    with pytest.raises(UserError, match="mlp has no network with width, layers and heads, as this run has"):
         first_state(learner(), tmp_path / "mlp")
     released(tmp_path / "policy.safetensors")
     smaller = Scared(dataclasses.replace(VARIANT, size=4), learner().config)
@@ -124,7 +128,14 @@ def test_what_does_not_fit_is_refused(tmp_path):
     table = TableAlgorithm(ROOM, TableConfig())
     with pytest.raises(UserError, match="TableAlgorithm cannot start with a policy"):
         train(table, TrainConfig(iterations=1, start=str(tmp_path / "policy")), out=tmp_path / "run")
-    assert not (tmp_path / "run" / "config.json").exists()
+    (tmp_path / "checkpoint.safetensors").touch()
+    bare = type("Bare", (TableAlgorithm,), {"start_from": property()})(ROOM, TableConfig())
+    with pytest.raises(UserError, match="Bare has no 'start_from': it cannot start with a run"):
+        train(bare, TrainConfig(iterations=1, start=str(tmp_path)), out=tmp_path / "run")
+    with pytest.raises(UserError, match="no policy and no run folder at"):
+        train(table, TrainConfig(iterations=1, start=str(tmp_path / "none")), out=tmp_path / "new" / "run")
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "new").exists()  # what was made for it has gone
 
 
 def test_however_short_the_time_a_run_learns_something_and_a_resumed_one_says_that_it_is_over(tmp_path, capsys):
@@ -142,4 +153,7 @@ def test_however_short_the_time_a_run_learns_something_and_a_resumed_one_says_th
     assert again.status.iteration == 1
     more = dataclasses.replace(config, minutes=None, iterations=1)
     train(algorithm, more, out=tmp_path / "run", resume=True, console=Console(width=500))
-    assert "has done its 1 iterations; a larger --iterations goes on" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "has done its 1 iteration; a larger --iterations goes on" in said
+    assert "done after 1 iteration, " in said
+    assert module._limit_reached(more, Status(iteration=12)).startswith("has done 12 iterations, more than 1;")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,10 +12,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from standin import ROOM, TableAlgorithm, TableConfig
+from standin import ROOM, TableAgent, TableAlgorithm, TableConfig
 
 from safeicrl import train as trainer
 from safeicrl.algos.api import METRICS
+from safeicrl.envs.api import replace
 from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import load_results, results_equal
 from safeicrl.evaluation.results import Results
@@ -260,6 +262,36 @@ def test_runs_are_never_overwritten(tmp_path):
     with pytest.raises(UserError, match="no checkpoint at"):
         train(ALGORITHM, config(), out=tmp_path / "nowhere", resume=True)
     assert (tmp_path / "checkpoint.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"card": property()}, "Own has no 'card': an algorithm has env, config, init, update, agent, card"),
+        ({"init": lambda self, key: {"table": key}}, "Own.init must return a state with a field 'key', got a dict"),
+        ({"card": lambda self: ["net"]}, "Own.card must return a dictionary with a \"kind\", got ['net']"),
+        ({"card": lambda self: {"kind": "tabel"}}, "unknown kind of policy in Own.card 'tabel'; known: "),
+        ({"card": lambda self: {"kind": "net"}}, "Own.card is incomplete for the kind 'net': KeyError('net')"),
+        (
+            {"agent": lambda self, state: TableAgent(table=state.table[1:], size=3)},
+            "Own.card describes another agent: array 'table' has shape (9, 5) there, and (8, 5) in the agent",
+        ),
+        (
+            {"update": lambda self, state: state},
+            "Own.update must return the new state and a dictionary of metrics, got a TableState",
+        ),
+        (
+            {"update": lambda self, state: (replace(state, table=state.table[1:]), {})},
+            "Own.update must keep the form of the state: 'table' was float32[9, 5], is float32[8, 5]",
+        ),
+        ({"update": lambda self, state: (state, {})}, "Own.update must report the metric 'env_steps'"),
+    ],
+)
+def test_mistakes_in_an_algorithm_of_ones_own_are_one_line_before_anything_is_compiled(tmp_path, parts, words):
+    own = type("Own", (TableAlgorithm,), parts)(env=ROOM, config=TableConfig())
+    with pytest.raises(UserError, match=f"^{re.escape(words)}") as error:
+        train(own, config(), out=tmp_path / "run")
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

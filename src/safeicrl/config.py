@@ -78,7 +78,15 @@ def changed(config: T, changes: dict[str, Any]) -> T:
 def load_object(path: str) -> Any:
     """The object that "module:name" names."""
     module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # something that the module itself needs
+        raise UserError(f"{path!r} must be module:name, and there is no module {error.name!r}") from None
+    if not hasattr(found, name):
+        raise UserError(f"{path!r} must be module:name, and the module has no {name!r}")
+    return getattr(found, name)
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:

@@ -36,6 +36,10 @@ class Incomplete(UserWarning):
     """Some runs of a sweep have no results yet and were left out."""
 
 
+class Unlike(UserWarning):
+    """Results are shown side by side that are not of the same tasks."""
+
+
 class Damaged(UserWarning):
     """A part of a file could not be read and was left out."""
 
@@ -98,6 +102,13 @@ def check_sound(name: str, values: np.ndarray) -> np.ndarray:
         place = f" at {list(map(int, at))}" if at else ""
         raise UserError(f"{rule_of(name)}, got {values[at]:g}{place}")
     return values
+
+
+def check_flag(name: str, value: object) -> bool:
+    """Return `value` if it is a boolean, Python's or NumPy's, or say that it is not: 'no' would count as true."""
+    if not isinstance(value, bool | np.bool_):
+        raise UserError(f"{name} must be true or false, got {value!r:.60}")
+    return bool(value)
 
 
 def check_seed(value: object, name: str = "seed") -> int:

@@ -174,7 +174,7 @@ def owned(folder: Path) -> Iterator[None]:
     The kernel lets go of the lock when its process ends, however it ends. The note in it says who that is. Locks of
     network file systems may not reach from host to host, so a note of another host counts until it is deleted.
     """
-    new = not os.path.exists(folder)
+    new = [each for each in (folder, *folder.parents) if not os.path.exists(each)]
     make_folder(folder)
     path = folder / LOCK
     try:
@@ -186,10 +186,10 @@ def owned(folder: Path) -> Iterator[None]:
     finally:
         try:
             path.unlink(missing_ok=True)
-            if new and not any(folder.iterdir()):  # the work was refused
-                folder.rmdir()
+            for each in new:  # these stay empty if the work was refused
+                each.rmdir()
         except OSError:
-            pass  # the kernel's lock counts, not the file
+            pass  # not empty; and the kernel's lock counts, not the file
         finally:
             os.close(handle)
 

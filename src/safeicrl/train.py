@@ -46,7 +46,7 @@ from safeicrl.overlap.lanes import check_env
 from safeicrl.overlap.overlapped import Overlapped
 from safeicrl.policies import checkpoint
 from safeicrl.policies.cards import read_card, save_policy
-from safeicrl.policies.catalogue import find_policy, load_agent
+from safeicrl.policies.catalogue import check_card, find_policy, load_agent
 from safeicrl.provenance import surroundings
 
 FAILURES = 3  # non-finite iterations in a row after which a run gives up
@@ -159,6 +159,7 @@ def train(
     The rows, or the seeds, are divided among `devices` devices of this process, by default all that fit; after
     `jax.distributed.initialize`, among those of every process. A run may go on with other numbers of both.
     """
+    _check_parts(algorithm)
     folder, config = Path(out), _with_limit(algorithm, config)
     if _overlaps(algorithm):
         _check_overlap(algorithm, config, (devices or 1) * hosts.count())
@@ -172,12 +173,13 @@ def train(
     first = hosts.is_first()
     if first and resume and not folder.is_dir():
         raise UserError(f"no checkpoint at {folder / CHECKPOINT}")
+    template = eqx.filter_eval_shape(_init, algorithm, config.seed, config.seeds)
+    _check_state(algorithm, config, template)
     with contextlib.ExitStack() as stack:
         if first:
             stack.enter_context(owned(folder))
         terminal = stack.enter_context(Terminal(console if first else Console(quiet=True)))
         stop = stack.enter_context(stop or StopRequest())
-        template = eqx.filter_eval_shape(_init, algorithm, config.seed, config.seeds)
         state, status = _begin_together(algorithm, config, folder, template, resume)
         state = placing.spread(state, mesh, config.seeds)
         started = time.perf_counter() - status.seconds
@@ -196,7 +198,7 @@ def train(
             for sink in sinks:
                 sink.close()
         reason = "stopped on request" if stopped else "done"
-        terminal.say(f"{reason} after {status.iteration} iterations, {status.seconds / 60:.1f} min: {folder}")
+        terminal.say(f"{reason} after {_times(status.iteration)}, {status.seconds / 60:.1f} min: {folder}")
     policies = [path for seed in _seeds(config) if (path := _policy_path(folder, seed)).exists()]
     return Trained(
         folder=folder, state=state, status=status, results=results, policies=policies, finished=not stopped,
@@ -289,6 +291,24 @@ def _with_limit(algorithm: Algorithm, config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, iterations=planned)
 
 
+def _check_parts(algorithm: Algorithm) -> None:
+    """Refuse an algorithm without one of its parts."""
+    parts = ("env", "config", "init", "update", "agent", "card")
+    missing = [name for name in parts if not hasattr(algorithm, name)]
+    if missing:
+        raise UserError(f"{type(algorithm).__name__} has no {missing[0]!r}: an algorithm has {', '.join(parts)}")
+
+
+def _check_state(algorithm: Algorithm, config: TrainConfig, template: PyTree) -> None:
+    """Refuse a state that cannot be trained, or whose policy could not be loaded."""
+    who = type(algorithm).__name__
+    if not hasattr(template, "key"):
+        raise UserError(f"{who}.init must return a state with a field 'key', got a {type(template).__name__}")
+    one = template if config.seeds == 1 else eqx.filter_eval_shape(_init, algorithm, config.seed, 1)
+    agent = eqx.filter_eval_shape(algorithm.agent, one)
+    check_card(f"{who}.card", algorithm.card(), algorithm.env, agent)
+
+
 # -- state --------------------------------------------------------------------------------------------------
 
 
@@ -352,10 +372,17 @@ def _begin_together(
     return eqx.combine(hosts.arrays_of_first(arrays), static), status
 
 
+def check_start(algorithm: Algorithm, start: str) -> None:
+    """Refuse a run or a policy that `algorithm` cannot begin with."""
+    _beginning(algorithm, start)
+
+
 def _beginning(algorithm: Algorithm, start: str) -> Callable[[PyTree, int], PyTree]:
     """What puts the networks of `start`, a run or a policy, into a first state; refused here if they do not fit."""
     checkpointed = Path(start) / CHECKPOINT
     if checkpointed.exists():
+        if not hasattr(algorithm, "start_from"):
+            raise UserError(f"{type(algorithm).__name__} has no 'start_from': it cannot start with a run")
         _check_start(algorithm, Path(start))
         return lambda state, _: _start(algorithm, state, checkpointed)
     path = find_policy(start)
@@ -405,13 +432,18 @@ def _check_start(algorithm: Algorithm, folder: Path) -> None:
 def _check_sizes(algorithm: Algorithm, theirs: dict[str, Any], start: str | Path) -> None:
     """Refuse networks of another size. Those with other heads or levels may fit, but compute something else."""
     ours = dataclasses.asdict(algorithm.config).get("net", {})
+    if ours and not theirs:
+        raise UserError(f"{start} has no network with width, layers and heads, as this run has")
+    differ = {}  # size: theirs, ours
     for size in ("width", "layers", "heads", "levels"):
         # runs of versions without levels say nothing about them
         here, there = (net.get(size, 0 if size == "levels" else None) for net in (ours, theirs))
         if there != here:
-            raise UserError(
-                f"{start} has {size} {there}, this run has {here}: use --algo.net.{size} {there} to start from it"
-            )
+            differ[size] = (there, here)
+    if differ:
+        found = "; ".join(f"has {size} {there}, this run has {here}" for size, (there, here) in differ.items())
+        options = " ".join(f"--algo.net.{size} {there}" for size, (there, _) in differ.items())
+        raise UserError(f"{start} {found}: use {options} to start from it")
 
 
 def describe(env: Env, algo: Any, train: TrainConfig) -> dict[str, Any]:
@@ -512,7 +544,18 @@ def _described(mesh: Mesh | None) -> str:
 
 def _guarded(algorithm: Algorithm, state: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
     """One update, undone if it must not count."""
-    return judge(algorithm, state, *algorithm.update(state))
+    who, made = f"{type(algorithm).__name__}.update", algorithm.update(state)
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[1], dict):
+        raise UserError(f"{who} must return the new state and a dictionary of metrics, got a {type(made).__name__}")
+    before, after = (
+        {name: f"{x.dtype}{list(x.shape)}" for name, x in checkpoint.named_arrays(each).items()}
+        for each in (state, made[0])
+    )
+    for name in {**before, **after}:
+        if before.get(name) != after.get(name):
+            changed = f"{name!r} was {before.get(name)}, is {after.get(name)}"
+            raise UserError(f"{who} must keep the form of the state: {changed}")
+    return judge(algorithm, state, *made)
 
 
 def judge(
@@ -558,8 +601,14 @@ def _finished(config: TrainConfig, status: Status, started: float) -> bool:
 def _limit_reached(config: TrainConfig, status: Status) -> str:
     """Why a resumed run has nothing left to do."""
     if config.iterations is not None and status.iteration >= config.iterations:
-        return f"has done its {config.iterations} iterations; a larger --iterations goes on"
+        done, more = _times(status.iteration), status.iteration > config.iterations
+        said = f"has done {done}, more than {config.iterations}" if more else f"has done its {done}"
+        return f"{said}; a larger --iterations goes on"
     return f"has used its {config.minutes:g} minutes, {status.seconds / 60:.1f} of them; a larger --minutes goes on"
+
+
+def _times(iterations: int) -> str:
+    return f"{iterations} iteration{'' if iterations == 1 else 's'}"
 
 
 def _account(

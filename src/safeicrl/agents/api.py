@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, replace
-from safeicrl.errors import UserError, check_number, check_risk
+from safeicrl.errors import UserError, check_flag, check_number, check_risk
 from safeicrl.tokens import Token, first_token
 
 
@@ -101,7 +101,8 @@ def with_options(
 
     Also returns all of it in words, for labels: {"actions": ..., "context": ...}, and "guard" if it has one.
     """
-    agent, guarded = _with_guard(agent, risk, guard)
+    greedy, wipe = check_flag("greedy", greedy), check_flag("wipe", wipe)
+    agent, guarded = _with_guard(agent, risk, check_flag("guard", guard))
     if greedy and temperature is not None:
         raise UserError(f"greedy contradicts temperature {temperature}; give one of them")
     has = dataclasses.is_dataclass(agent) and hasattr(agent, "temperature")
@@ -126,9 +127,10 @@ def lasting(agent: Agent, on: bool = True) -> Agent:
 
     Agents of other kinds stay as they are.
     """
+    settles = check_flag("settle", on)
     if getattr(agent, "trained_episodes", None) is None:
         return agent
-    return dataclasses.replace(agent, settles=on)  # type: ignore[type-var]
+    return dataclasses.replace(agent, settles=settles)  # type: ignore[type-var]
 
 
 def has_guard(agent: Agent) -> bool:

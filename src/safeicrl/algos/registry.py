@@ -1,5 +1,6 @@
 """Name → algorithm, imported when asked for."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +61,13 @@ def find_algo(name: str) -> tuple[Any, type]:
     if name not in ALGOS:
         raise UserError(f"{unknown_name('algorithm', name, ALGOS)} {HINT}")
     entry = ALGOS[name]
-    return load_object(entry.algorithm), load_object(entry.config)
+    try:
+        algorithm, config = load_object(entry.algorithm), load_object(entry.config)
+    except UserError as error:
+        raise UserError(f"the entry of algorithm {name!r} is wrong: {error}") from None
+    if not (isinstance(config, type) and dataclasses.is_dataclass(config)):
+        raise UserError(f"the config of algorithm {name!r} must be a dataclass, got {entry.config}")
+    return algorithm, config
 
 
 def algo_name(config: Any) -> str:

@@ -80,6 +80,10 @@ class ScaredConfig:
             check_risk(self.first_risk)
         elif self.bold:
             raise UserError(f"bold {self.bold} is the share of rows with first_risk: give one, or leave bold at 0")
+        for name in ("risk", "first_risk", "bold"):
+            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            if value != default and not self.net.guard:
+                raise UserError(f"{name} {value} is for a guard: leave it out, or give net.guard, its depth")
         if self.optimiser not in ("ppo", "ddpg"):
             raise UserError(f"optimiser must be ppo or ddpg, got {self.optimiser!r}")
         if self.net.levels and self.optimiser == "ddpg":

@@ -21,7 +21,16 @@ from safeicrl.cli.exporting import export, fit_guard
 from safeicrl.cli.options import first_line
 from safeicrl.cli.showing import demo, list_names, play, reproduce
 from safeicrl.cli.training import collect, sweep, train
-from safeicrl.errors import Approximation, BeyondTraining, Damaged, Incomplete, UserError, printable, unknown_name
+from safeicrl.errors import (
+    Approximation,
+    BeyondTraining,
+    Damaged,
+    Incomplete,
+    Unlike,
+    UserError,
+    printable,
+    unknown_name,
+)
 from safeicrl.machine import hosts
 from safeicrl.machine.callbacks import own_errors
 from safeicrl.machine.compiled import keep_compiled
@@ -111,7 +120,7 @@ def _plain_warnings() -> Iterator[None]:
             message: Warning | str, category: type[Warning], filename: str, lineno: int,
             file: TextIO | None = None, line: str | None = None,
         ) -> None:  # fmt: skip
-            if issubclass(category, (Approximation, BeyondTraining, Damaged, Incomplete)):
+            if issubclass(category, (Approximation, BeyondTraining, Damaged, Incomplete, Unlike)):
                 print(f"safeicrl: {printable(str(message))}", file=sys.stderr)
             else:
                 of_others(message, category, filename, lineno, file, line)

@@ -114,8 +114,10 @@ def _contenders(asked: Evaluate) -> dict[str, Any]:
     from safeicrl.envs.registry import env_from_plain, parse_parameters
     from safeicrl.policies.contenders import reference, released_seeds
 
-    if (asked.policy is None) == (asked.agent is None):
-        raise UserError("evaluate needs either a policy (name, path or run folder) or --agent, not both")
+    if asked.policy is None and asked.agent is None:
+        raise UserError("evaluate needs a policy (name, path or run folder), or a reference agent: --agent NAME")
+    if asked.policy is not None and asked.agent is not None:
+        raise UserError(f"evaluate takes one agent: leave out {asked.policy!r} or --agent {asked.agent}")
     parameters = parse_parameters(asked.env_args, "--env-args")
     if asked.policy is not None:
         if asked.env is not None:
@@ -151,6 +153,7 @@ class Compare:
 def compare(args: list[str]) -> None:
     """Compare runs with intervals; or score agents between two reference agents that met the same tasks."""
     from safeicrl.evaluation.archive import load_results
+    from safeicrl.evaluation.statistics import check_one_world
     from safeicrl.evaluation.tables import group, relative_table, run_results, safety_table, sweep_table
 
     asked = parse("compare", Compare, args)
@@ -167,7 +170,9 @@ def compare(args: list[str]) -> None:
         results = [result for path in asked.files for result in run_results(path)]
         Console().print(relative_table(results, upper=upper, lower=lower, last=asked.last))
         return
-    groups = group([result for path in asked.files for result in run_results(path)])
+    results = [result for path in asked.files for result in run_results(path)]
+    check_one_world(results)
+    groups = group(results)
     Console().print(safety_table(groups) if asked.safety else sweep_table(groups))
     if asked.out is not None:
         from safeicrl.evaluation import plots
@@ -196,6 +201,5 @@ def plot(args: list[str]) -> None:
     asked = parse("plot", Plot, args)
     if not asked.files:
         raise UserError("plot needs results files or run folders, e.g. safeicrl plot results.npz runs/my-run")
-    make_folder(asked.out)
     for path in draw_all(asked.files, asked.out, asked.format):
         print(path)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import tyro
 
 from safeicrl.config import DROPPED, dropped_option
-from safeicrl.errors import UserError
+from safeicrl.errors import UserError, unknown_name
 
 T = TypeVar("T")
 
@@ -60,6 +60,7 @@ MISFITS = (
     r"Error parsing (?P<name>\S+): could not convert string to (?P<type>float): (?P<got>.*)",
     r"Error parsing (?P<name>\S+): Could not parse arguments \[(?P<got>.*?)\] into tuple type .*\[(?P<type>.*)\]",
 )
+CHOICE = r"invalid choice (?P<got>.*) for argument '(?P<name>\S+)'\. Expected one of \((?P<known>.*)\)\."
 NUMBERS = {"INT": "a whole number", "FLOAT": "a number", "FLOAT FLOAT": "two numbers"}
 
 
@@ -71,6 +72,9 @@ def _one_line(text: str) -> str:
     line = " ".join(line for line in lines[first + 1 : last] if line)
     if found := re.fullmatch(r"Missing value for argument '(\S+)'\. Expected 2 values\.", line):
         return f"{found[1]} takes two numbers, got fewer"
+    if found := re.fullmatch(CHOICE, line):
+        known = re.findall("'([^']*)'", found["known"])  # in another order each time; None: the option left out
+        return str(unknown_name(f"value of {found['name']}", found["got"][1:-1], set(known) - {"None"}))
     for pattern in MISFITS:
         if found := re.fullmatch(pattern, line):
             kind = found["type"].upper().replace(",", "")

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from safeicrl.cli.options import first_line, parse
-from safeicrl.files import make_folder
 from safeicrl.plugins import load_entry_points
 
 
@@ -56,10 +55,8 @@ def demo(args: list[str]) -> None:
     """Agents on unseen tasks: a table, the figures, an animation of one task being learned."""
     asked = parse("demo", Demo, args)
     with _rare_collections():
-        from safeicrl.show.demo import run, world_name
+        from safeicrl.show.demo import run
 
-        world_name(asked.world)  # refuses an unknown name before anything is written
-        make_folder(asked.out)
         run(asked.out, world=asked.world, policy=asked.policy, tasks=asked.tasks, seed=asked.seed)
 
 

@@ -34,6 +34,8 @@ def load_results(path: str | Path) -> Results:
     missing = [file.name for file in (arrays, card) if not file.exists()]
     if len(missing) == 1 and Path(path).name not in missing:
         raise UserError(f"{path} is half a results file: {missing[0]} is missing beside it")
+    if missing and Path(path).is_file():
+        raise UserError(f"{path} is not a results file: that is a .npz with a .json of the same name beside it")
     if missing:
         raise UserError(f"no results file at {path}")
     saved = read_json(card, "results file")

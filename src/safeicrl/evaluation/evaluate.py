@@ -14,7 +14,15 @@ from safeicrl.budgets import Ranges, ranges_of
 from safeicrl.envs.api import Env, Key, PyTree, Split, check_split
 from safeicrl.envs.faults import first_of, refuse_fault
 from safeicrl.envs.registry import env_to_plain
-from safeicrl.errors import MOST_EPISODES, MOST_STEPS, UserError, check_budget, check_integer, check_seed
+from safeicrl.errors import (
+    MOST_EPISODES,
+    MOST_STEPS,
+    UserError,
+    check_budget,
+    check_flag,
+    check_integer,
+    check_seed,
+)
 from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.task_lists import TaskList, evaluation_keys, load_list, sample_tasks
 from safeicrl.machine.callbacks import own_errors
@@ -87,7 +95,7 @@ def evaluate(
     sampled = _draw_tasks(env, frozen, tasks, split, seed)
     # within K episodes nothing is taken back, and a shared clock is faster
     past = episodes > (getattr(agent, "trained_episodes", None) or episodes)
-    agent = lasting(agent, settle and past)
+    agent = lasting(agent, check_flag("settle", settle) and past)
     whole, spent, stepped_in = _play_all(
         env, agent, sampled, budget, seed, tasks=tasks, episodes=episodes, rows=rows, segments=segments, mesh=mesh
     )

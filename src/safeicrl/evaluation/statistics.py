@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from safeicrl.budgets import bin_of, budget_edges
-from safeicrl.errors import UserError
+from safeicrl.errors import Unlike, UserError
 from safeicrl.evaluation.results import Results
 
 # "the last …": the word for each number of episodes
@@ -114,25 +115,50 @@ def relative(results: Results, *, upper: Results, lower: Results, last: int = 5)
     )
 
 
+def _world(results: Results) -> Any:
+    """The environment's name; for a `Revealed` one, the name of the environment inside."""
+    env = results.meta.get("env") or {}
+    return env["parameters"]["name"] if env.get("name") == "revealed" else env.get("name")
+
+
+# What results must share to be of one world, and to be of the same tasks.
+WORLD: dict[str, Callable[[Results], Any]] = {
+    "environment": _world,
+    "physics": lambda r: r.meta.get("approximation", "the real one"),
+}
+TASKS: dict[str, Callable[[Results], Any]] = {
+    "split": lambda r: r.meta.get("split"),
+    "seed": lambda r: r.meta.get("seed"),
+    "task list": lambda r: (r.meta.get("task_list") or {}).get("sha256"),
+    "budgets per task": lambda r: r.budgets_per_task,
+    "trials": lambda r: "{} of {} episodes".format(*r.returns.shape),
+    "budget range": lambda r: r.budget_range,
+}
+
+
+def check_one_world(results: Sequence[Results]) -> None:
+    """Refuse results of several worlds; warn of results of one world on other tasks, in one line."""
+    first, *others = results
+    for other in others:
+        for name, of in WORLD.items():
+            one, two = of(first), of(other)
+            if one != two and None not in (one, two):  # None: it does not say
+                raise UserError(
+                    f"only results of one world can be compared: {first.label!r} and {other.label!r} differ in "
+                    f"their {name}, {one} and {two}"
+                )
+    differ = {}
+    for name, of in TASKS.items():
+        if len(found := dict.fromkeys(f"{of(result)!s:.24}" for result in results)) > 1:
+            differ[name] = " and ".join(found)
+    if differ:
+        listed = ", ".join(f"{name} ({values})" for name, values in differ.items())
+        warnings.warn(f"these results are not of the same tasks: they differ in {listed}", Unlike, stacklevel=2)
+
+
 def _check_comparable(one: Results, other: Results) -> None:
     """Raise unless both are of the same tasks, budgets and trials."""
-
-    def world(results: Results) -> Any:
-        """The environment's name; for a `Revealed` one, the name of the environment inside."""
-        env = results.meta.get("env") or {}
-        return env["parameters"]["name"] if env.get("name") == "revealed" else env.get("name")
-
-    facts = {
-        "environment": world,
-        "physics": lambda r: r.meta.get("approximation", "the real one"),
-        "split": lambda r: r.meta.get("split"),
-        "seed": lambda r: r.meta.get("seed"),
-        "task list": lambda r: (r.meta.get("task_list") or {}).get("sha256"),
-        "budgets per task": lambda r: r.budgets_per_task,
-        "trials": lambda r: "{} of {} episodes".format(*r.returns.shape),
-        "budget range": lambda r: r.budget_range,
-    }
-    for name, of in facts.items():
+    for name, of in {**WORLD, **TASKS}.items():
         if of(one) != of(other):
             raise UserError(
                 f"only results on the same tasks can be compared: {one.label!r} and {other.label!r} differ in "

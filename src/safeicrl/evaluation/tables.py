@@ -27,6 +27,7 @@ from safeicrl.evaluation.statistics import (
     summarise,
 )
 from safeicrl.evaluation.sweeps import is_sweep, read_sweep, training_evaluations
+from safeicrl.files import make_folder
 from safeicrl.log import read_metrics, read_run
 
 
@@ -267,6 +268,7 @@ def draw_all(files: Sequence[Path], out: Path, extension: str = "png") -> list[P
             runs.append((folder.name or str(file), lines, plots.command_of(folder)))
         else:
             results.append(load_results(file))
+    make_folder(out)
     figures = {}
     if results:
         for suffix, groups in figure_groups(group(results)).items():

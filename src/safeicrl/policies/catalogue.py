@@ -17,7 +17,7 @@ from safeicrl.config import from_plain
 from safeicrl.envs.api import Env, EnvSpec
 from safeicrl.envs.registry import env_from_plain
 from safeicrl.errors import UserError, check_integer, unknown_name
-from safeicrl.files import RECIPE
+from safeicrl.files import CHECKPOINT, RECIPE
 from safeicrl.nets.decision_transformer import DecisionConfig, DecisionNet, unit_scales
 from safeicrl.nets.feedforward import check_hidden
 from safeicrl.nets.heads import PolicyNet
@@ -46,6 +46,8 @@ def run_policies(folder: Path) -> dict[int, Path]:
                 f"{folder} holds no policy yet; its last stage is ahead: safeicrl train --resume {folder}"
             )
         found = {int(read_card(only).get("training", {}).get("seed", 0)): only}
+    if not found and not any((folder / name).exists() for name in ("config.json", CHECKPOINT)):
+        raise UserError(f"{folder} is a folder without a policy, and not the folder of a run")
     if not found:
         raise UserError(f"{folder} holds no policy (best-seed*.safetensors); its first evaluation writes one")
     return dict(sorted(found.items()))
@@ -140,6 +142,30 @@ def changed_env(card: dict[str, Any], changes: dict[str, Any]) -> Env:
         if theirs != ours:
             raise UserError(f"the policy's {what} space is {theirs}, this environment's is {ours}")
     return other
+
+
+def check_card(who: str, card: Any, env: Env, agent: Agent) -> None:
+    """Refuse a card that does not rebuild `agent` (its arrays or their shapes): nobody could load its policy.
+
+    `who` made the card.
+    """
+    if not isinstance(card, dict) or not isinstance(card.get("kind"), str):
+        raise UserError(f'{who} must return a dictionary with a "kind", got {card!r:.60}')
+    if card["kind"] not in KINDS:
+        raise unknown_name(f"kind of policy in {who}", card["kind"], KINDS)
+    try:
+        form = eqx.filter_eval_shape(lambda: KINDS[card["kind"]](card, env))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{who} is incomplete for the kind {card['kind']!r}: {error!r}") from None
+    rebuilt, own = (
+        {name: tuple(x.shape) for name, x in checkpoint.named_arrays(tree).items()} for tree in (form, agent)
+    )
+    for name in {**rebuilt, **own}:
+        if rebuilt.get(name) != own.get(name):
+            raise UserError(
+                f"{who} describes another agent: array {name!r} has shape {rebuilt.get(name)} there, and "
+                f"{own.get(name)} in the agent itself"
+            )
 
 
 def load_agent(path: Path, card: dict[str, Any]) -> tuple[Env, Agent]:

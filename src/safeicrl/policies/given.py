@@ -6,7 +6,15 @@ import numpy as np
 
 from safeicrl.envs.api import EnvSpec
 from safeicrl.envs.faults import broken_rule, keeps_promise
-from safeicrl.errors import UserError, check_sound
+from safeicrl.errors import UserError, check_budget, check_sound
+
+
+def as_budgets(budget: Any, spec: EnvSpec) -> np.ndarray:
+    """One budget, or several, as float32. A tuple is a budget for each cost, a list may be a batch."""
+    if isinstance(budget, tuple) and not spec.several:
+        rule = "budget must be a number or, for a batch, a list; tuples are for several costs"
+        raise UserError(f"{rule}, got {budget!r:.60}")
+    return check_budget(budget)
 
 
 def budget_per_row(budgets: np.ndarray, rows: int, spec: EnvSpec) -> np.ndarray:
@@ -57,7 +65,7 @@ def flag_per_row(name: str, value: Any, batched: bool, rows: int) -> np.ndarray:
         array = np.asarray(value)
     except (TypeError, ValueError, OverflowError):  # a ragged list
         array = np.array(None)
-    if array.dtype.kind not in "biu" or array.shape not in ((), (rows,) if batched else ()):
+    if array.dtype.kind != "b" or array.shape not in ((), (rows,) if batched else ()):
         raise UserError(
             f"{name} must be true or false" + (f", or {rows} of them" if batched else "") + f", got {value!r}"
         )

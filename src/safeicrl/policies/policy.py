@@ -29,7 +29,6 @@ from safeicrl.errors import (
     MOST_ROWS,
     BeyondTraining,
     UserError,
-    check_budget,
     check_integer,
     check_seed,
     check_sound,
@@ -37,7 +36,7 @@ from safeicrl.errors import (
 from safeicrl.policies import contexts
 from safeicrl.policies.cards import read_card
 from safeicrl.policies.catalogue import find_policy, load_agent, trained_env, trained_episodes
-from safeicrl.policies.given import as_floats, budget_per_row, flag_per_row, number_per_row
+from safeicrl.policies.given import as_budgets, as_floats, budget_per_row, flag_per_row, number_per_row
 from safeicrl.policies.running import (
     OPTIONAL,
     GuardReport,
@@ -132,11 +131,11 @@ class Policy:
 
         The same seed, budgets and calls give the same actions on the same machine.
         """
-        agent, _ = with_options(self.env, self.agent, risk=risk, guard=guard is not False)
+        agent, _ = with_options(self.env, self.agent, risk=risk, guard=True if guard is None else guard)
         if guard and getattr(agent, "risk", None) is None:
-            found = "is off: load the policy with it, or give a risk" if has_guard(agent) else "does not exist"
-            raise UserError(f"guard=True, but the guard of this policy {found}")
-        budgets = check_budget(budget)
+            off = "the guard of this policy is off: load the policy with it, or give a risk"
+            raise UserError(f"guard=True, but {off if has_guard(agent) else 'this policy has no guard'}")
+        budgets = as_budgets(budget, self.env.spec)
         batched = batch is not None or budgets.ndim > len(self.env.spec.cost_shape)
         count = len(budgets) if batched and batch is None else 1
         rows = check_integer("batch", count if batch is None else batch, 1, MOST_ROWS)
@@ -168,13 +167,15 @@ class Policy:
         """
         with self._alone():
             trial = self._running("change")
+            if budget is None and risk is None:
+                raise UserError("change needs a budget or a risk")
             made = {}
             if risk is not None and has_guard(self.agent) and trial.agent.risk is None:  # type: ignore[attr-defined]
                 raise UserError(f"the guard is off in this trial: leave out risk {risk}")
             if risk is not None:
                 made = for_trial(with_options(self.env, self.agent, risk=risk)[0])
             if budget is not None:
-                budgets = budget_per_row(check_budget(budget), len(trial.budget), self.env.spec)
+                budgets = budget_per_row(as_budgets(budget, self.env.spec), len(trial.budget), self.env.spec)
                 self.warn_beyond(budgets=budgets)
                 trial.budget = usable_budget(jnp.asarray(budgets), self.env.spec)
             vars(trial).update(made)
@@ -340,7 +341,7 @@ class Policy:
         each = spec.each_cost(np.reshape(budgets, (-1, *spec.cost_shape)))
         for name, own, values in zip(spec.costs, ranges, each, strict=True):
             (low, high), asked = usable(own), np.ravel(usable(values))
-            outside = asked[(asked < low) | (asked > high)]
+            outside = np.ravel(values)[(asked < low) | (asked > high)]
             of = f" of {name}" if spec.several else ""
             messages += [f"budgets{of} from {low:g} to {high:g}, not {outside[0]:g}"] if len(outside) else []
         if episodes > self.episodes == 1:
@@ -356,6 +357,8 @@ class Policy:
         """What `act` was told as the next token of the trial, or an error that says what is wrong with it."""
         rows = len(trial.budget)
         seen = self._observation(observation, trial.batched, rows)
+        ended = flag_per_row("terminated", terminated, trial.batched, rows)
+        ended = ended | flag_per_row("truncated", truncated, trial.batched, rows)
         if trial.token is None:
             for name, value in (("reward", reward), ("cost", cost)):
                 if value is not None and np.any(np.asarray(value)):
@@ -363,8 +366,6 @@ class Policy:
             return first_tokens(self.env, jnp.asarray(seen), trial.budget)
         reward = number_per_row("reward", reward, trial.batched, rows)
         cost = number_per_row("cost", cost, trial.batched, rows, self.env.spec)
-        terminated = flag_per_row("terminated", terminated, trial.batched, rows)
-        ended = terminated | flag_per_row("truncated", truncated, trial.batched, rows)
         return next_tokens(trial.token, seen, trial.action, reward, cost, ended, trial.budget)
 
     def _observation(self, observation: Any, batched: bool, rows: int) -> np.ndarray:

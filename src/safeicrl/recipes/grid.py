@@ -115,7 +115,7 @@ def make_plan(
         if any(run.name == name for run in runs):
             raise UserError(f"two runs would have the folder {name}: their values differ only in punctuation")
         words = (*settings, *(word for key, value in chosen.items() for word in option(key, value)))
-        recipe = resolve(list(words))
+        recipe = _resolved(resolve, words, chosen)
         label = _name({short[key]: value for key, value in chosen.items() if key != "seed"}) or recipe.name
         run = Run(name=name, label=label, words=words, iterations=_iterations(recipe))
         train = recipe.stages[0].experiment.train
@@ -125,6 +125,17 @@ def make_plan(
         runs.append(run)
         names.append(recipe.name)
     return Plan(name=names[0], settings=tuple(settings), grid=grid, evaluate=evaluate, runs=tuple(runs))
+
+
+def _resolved(resolve: Callable[[list[str]], "Recipe"], words: Sequence[str], chosen: dict[str, str]) -> "Recipe":
+    """The recipe of a run; an error about a setting of the grid says that it comes from there."""
+    try:
+        return resolve(list(words))
+    except UserError as error:
+        for key, value in chosen.items():
+            if re.search(rf"--{re.escape(key)}(?![\w.-])", str(error)):
+                raise UserError(f"--grid {key}={value}: {error}") from None
+        raise
 
 
 def _short_keys(keys: list[str]) -> dict[str, str]:

@@ -29,7 +29,7 @@ from safeicrl.policies.catalogue import changed_env, load_agent, run_policies
 from safeicrl.policies.contenders import released
 from safeicrl.policies.export import best_seed, export_policy
 from safeicrl.recipes.recipe import Recipe, load_progress, load_recipe, save_recipe
-from safeicrl.train import EvalConfig, Status, train
+from safeicrl.train import EvalConfig, Status, check_start, train
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ def _run_stages(
     # finished stages are stored as they ran, whatever options the run is resumed with
     before = load_recipe(folder).stages[: len(done)] if resume else ()
     recipe = dataclasses.replace(recipe, stages=(*before, *recipe.stages[len(done) :]))
-    _check(recipe)
+    _check(recipe, new=not resume)
     _save(folder, recipe, done, exported=exported)
     for index in range(len(done), len(recipe.stages)):
         name = recipe.stages[index].name
@@ -110,9 +110,12 @@ def _save(folder: Path, recipe: Recipe, done: list[dict[str, Any]], *, exported:
         save_recipe(folder, recipe, done, exported=exported)
 
 
-def _check(recipe: Recipe) -> None:
+def _check(recipe: Recipe, *, new: bool) -> None:
     """Refuse what would fail in a later stage or in the export, before hours of training."""
     algorithms = [stage.experiment.build() for stage in recipe.stages]
+    start = recipe.stages[0].experiment.train.start
+    if new and start is not None:
+        hosts.by_first(lambda: check_start(algorithms[0], start))
     changed_env({"env": env_to_plain(algorithms[-1].env)}, parse_parameters(recipe.env_args, "env_args"))
     if recipe.average_last > 1:
         first, *others = ((each.env, each.card()) for each in algorithms[-recipe.average_last :])

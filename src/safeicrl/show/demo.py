@@ -15,6 +15,7 @@ from safeicrl.evaluation import plots
 from safeicrl.evaluation.archive import save_results
 from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.tables import figure_groups, group, summary_table
+from safeicrl.files import make_folder
 from safeicrl.plugins import HINT, load_entry_points
 from safeicrl.policies.contenders import Contender, reference, released
 from safeicrl.show.films import save_film
@@ -41,6 +42,7 @@ def run(
     check_seed(seed)
     console = Console()
     field = contenders(env, world=world, policy=policy)
+    make_folder(out)
     results: list[Results] = []
     name = "one-room.gif" if isinstance(unwrapped(field[0].env), SafeDarkRoom) else "one-task.gif"
     # Two at a time: on few tasks one agent does not fill the cores, and more of them would only wait for Python.

@@ -31,6 +31,8 @@ def reproduce(
     names = [panel.name for panel in panels]
     if figure is not None and figure not in names:
         raise unknown_name("figure", figure, names)
+    if scale == "paper" and not results.is_dir():
+        raise UserError(f"no results folder at {results}: run this in the repository, or name it with --results")
     make_folder(out)
     if scale != "paper":
         folder = (out / "runs" / scale).absolute()
@@ -42,8 +44,6 @@ def reproduce(
             "nothing about how good a method is."
         )
         return build(figure, root=folder, about=[*ABOUT, how], out=out)
-    if not results.is_dir():
-        raise UserError(f"no results folder at {results}: run this in the repository, or name it with --results")
     if swept:
         about = [f"safeicrl {VERSION}, the sweep in {results}.", MEANS]
         return build(figure, root=results, about=about, out=out, panels=panels)
