@@ -43,7 +43,7 @@ class PlainPPO:
         tasks, budgets = sample_queue(env, "train", spec.train_budget, (self.config.rows, 1), draw)
         trials = run_trials(env, agent, tasks, budgets, play, episodes=spec.episodes, steps=spec.trial_steps)
         ppo, metrics = self.ppo.update(state.optimiser, trials, tasks, free, state.iteration, learn)
-        metrics |= {"lambda": free[0], "env_steps": trials.valid.sum(), "fault": first_fault(trials)}
+        metrics |= {"lambda": free[0], "env_steps": trials.valid.sum(), "fault": first_fault(trials, spec)}
         metrics |= summary(episode_sums(trials, spec.episodes))
         return PlainState(optimiser=ppo, iteration=state.iteration + 1, key=key), metrics
 

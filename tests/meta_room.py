@@ -36,7 +36,7 @@ def play_by_hand(cells, actions, rewards, costs) -> Played:
     seen = jnp.array([[cell or (0, 0) for cell in row] for row in cells], jnp.int32)
     return Played(
         observation=seen, action=jnp.array(actions), reward=jnp.array(rewards, float), cost=jnp.array(costs, float),
-        valid=valid,
+        valid=valid, done=~valid,
     )  # fmt: skip
 
 

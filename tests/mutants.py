@@ -236,7 +236,20 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
     Mutant("nan counts as sound", "errors.py", "return (values >=", "return ~(values <= 0) | (values >=", FOUND),
     Mutant("negative costs count", "errors.py", '(0.0 if name == "cost" else -LARGEST)', "-LARGEST", FOUND),
     Mutant(
-        "SCARED reports no fault", "algos/scared.py", '"fault": first_fault(trials)', '"fault": jnp.full(5, -1.0)',
+        "costs above the largest pass", "envs/faults.py", "values <= spec.max_cost * (1 + SLACK)", "True",
+        "test_sound.py::test_what_a_spec_promises_is_looked_at",
+    ),
+    Mutant(
+        "episodes may last for ever", "envs/faults.py", "age >= spec.max_steps", "age < 0",
+        "test_sound.py::test_an_episode_that_does_not_end_is_found",
+    ),
+    Mutant(
+        "JAX's error about a callback's", "machine/callbacks.py", "if found is None:", "if True:",
+        "test_from_gymnasium.py::test_training_says_it_too",
+    ),
+    Mutant(
+        "SCARED reports no fault", "algos/scared.py",
+        '"fault": first_fault(trials, self.env.spec)', '"fault": jnp.full(5, -1.0)',
         "test_sound.py::test_scared_reports_what_it_played",
     ),
     Mutant(

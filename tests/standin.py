@@ -122,7 +122,7 @@ class TableAlgorithm:
             "over_budget": over,
             "lambda": state.multiplier,
             "policy_loss": value,
-            "fault": first_fault(played),
+            "fault": first_fault(played, spec),
             "over_budget_by_bin": jnp.array([over, jnp.nan]),
         }
 

@@ -460,15 +460,32 @@ def test_what_takes_one_cost_says_so(learned, tmp_path):
         export_onnx(policy, tmp_path / "graph")
 
 
-def test_a_step_with_the_wrong_number_of_costs_is_refused():
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (
+            lambda step: {"cost": step.cost[0]},
+            r"costs \(heat, noise\) of a step must .* \(2,\), .* got \(\)",
+        ),
+        (lambda step: {"observation": step.cost}, r"observations of a step must have shape \(1,\), .* got \(2,\)"),
+        (lambda step: {"reward": step.cost}, r"reward of a step must have shape \(\), .* got \(2,\)"),
+        (None, r"first observations must have shape \(1,\), .* got \(3,\)"),
+    ],
+    ids=["cost", "observation", "reward", "reset"],
+)
+def test_arrays_of_a_wrong_shape_are_refused(wrong, words):
     class Silent(Workshop):
+        def reset(self, key, task):
+            state, seen = super().reset(key, task)
+            return state, seen if wrong else jnp.zeros(3)
+
         def step(self, key, state, action, task):
             state, step = super().step(key, state, action, task)
-            return state, replace(step, cost=step.cost[0])
+            return state, replace(step, **wrong(step))
 
     env, agent, key = Silent(), RandomAgent(ENV.spec.action), jax.random.key(0)
     play = lambda tasks, given: run_trials(env, agent, tasks, given, key, episodes=1, steps=3)  # noqa: E731
-    with pytest.raises(UserError, match=r"steps must return costs of shape \(2,\) \(heat, noise\), got shape \(\)"):
+    with pytest.raises(UserError, match=f"^{words}"):
         jax.eval_shape(play, jnp.ones((2, 1), jnp.int32), jnp.ones((2, 1, 2)))
 
 

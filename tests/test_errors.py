@@ -7,7 +7,7 @@ import pytest
 import safeicrl  # noqa: F401  registers the environments
 from safeicrl.algos.scared import ScaredConfig
 from safeicrl.envs.dark_room import SafeDarkRoom
-from safeicrl.envs.registry import make_env, register
+from safeicrl.envs.registry import WORLDS, World, env_from_plain, make_env, register
 from safeicrl.errors import UserError, check_budget
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers.ddpg import DDPGConfig
@@ -35,6 +35,12 @@ def test_unknown_names_get_the_list_and_the_nearest():
     refuses("Did you mean 'split'?", gymnasium.make, ID, splits="test")
     refuses("Did you mean 'rgb_array'?", gymnasium.make, ID, render_mode="rgb")
     refuses("registered already", register, "safe-dark-room", SafeDarkRoom)
+
+
+def test_an_environment_without_a_spec(monkeypatch):
+    monkeypatch.setitem(WORLDS, "bare", World(maker=object))
+    for make in (make_env, lambda name: env_from_plain(name, {})):
+        refuses("environment 'bare' must have a spec, an EnvSpec: object has none", make, "bare")
 
 
 @pytest.mark.parametrize("budget", [-1, float("nan"), float("inf"), "3", None, True, [1.0, -2.0], ["a"]])

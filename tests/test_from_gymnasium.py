@@ -14,22 +14,29 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from networks import random_weights
+from standin import TableAlgorithm, TableConfig, TableState
 
 from safeicrl import from_gymnasium, load_policy
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.agents.reference import RandomAgent
+from safeicrl.algos.api import METRICS
 from safeicrl.algos.scared import Scared, ScaredConfig
+from safeicrl.cli.entry import main
 from safeicrl.envs import from_gymnasium as module
 from safeicrl.envs.from_gymnasium import GymTask
 from safeicrl.envs.registry import WORLDS, env_from_plain, env_to_plain
 from safeicrl.envs.spaces import Box, Discrete, Grid
 from safeicrl.envs.wrappers import FixedTask
 from safeicrl.errors import UserError
+from safeicrl.evaluation.evaluate import evaluate
+from safeicrl.machine.callbacks import own_errors
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers.ppo import PPOConfig
+from safeicrl.policies import catalogue
 from safeicrl.policies.cards import save_policy
-from safeicrl.trial import episode_sums, run_trials
+from safeicrl.train import TrainConfig, train
+from safeicrl.trial import episode_sums, first_fault, run_trials, sample_queue
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "frozen_lake.py"
 ROWS, QUEUE, EPISODES, STEPS = 3, 2, 3, 24
@@ -186,12 +193,12 @@ def test_an_environment_cannot_go_back(shared):
     state, _ = env.reset(jax.random.key(0), env.sample_task(jax.random.key(1), "train"))
     after, step = env.step(jax.random.key(0), state, jnp.int32(0), None)
     assert step.observation.tolist()[1:] == [1.0, 1.0]
-    with pytest.raises(Exception, match="cannot go back to an earlier state"):
-        jax.block_until_ready(env.step(jax.random.key(0), state, jnp.int32(0), None))
+    with pytest.raises(UserError, match="cannot go back to an earlier state"):
+        env.step(jax.random.key(0), state, jnp.int32(0), None)
     for _ in range(module.FLEETS):
         env.reset(jax.random.key(0), env.sample_task(jax.random.key(1), "train"))
-    with pytest.raises(Exception, match="groups of environments are in use"):
-        jax.block_until_ready(env.step(jax.random.key(0), after, jnp.int32(0), None))
+    with pytest.raises(UserError, match="groups of environments are in use"):
+        env.step(jax.random.key(0), after, jnp.int32(0), None)
 
 
 def test_it_cannot_be_wrapped(shared):
@@ -235,6 +242,7 @@ def test_spaces_become_the_librarys():
         (["one"], {}, "a task must be a seed, keyword arguments or a GymTask, got 'one'"),
         (KINDS, {"episodes": 0}, "episodes must be"),
         (KINDS, {"budget": (2, 1)}, "budget must rise"),
+        (KINDS, {"budget": 5.0}, r"budget must be two numbers, got 5\.0"),
         (KINDS, {"name": "safe-dark-room"}, "registered already"),
         (KINDS, {"features": lambda task: [np.nan]}, "features must be finite"),
         (lambda rng: 1, {"features": lambda task: [1.0]}, "features are of listed tasks"),
@@ -255,8 +263,113 @@ def test_what_is_no_gymnasium_environment_is_refused():
     )
     assert env.spec.max_steps == 500
     state, _ = env.reset(jax.random.key(0), env.sample_task(jax.random.key(1), "train"))
-    with pytest.raises(Exception, match=r"cost of every step in info\['cost'\]"):
-        jax.block_until_ready(env.step(jax.random.key(0), state, jnp.int32(0), None))
+    with pytest.raises(UserError, match=r"^costless must put the cost of every step in info\['cost'\]$"):
+        env.step(jax.random.key(0), state, jnp.int32(0), None)
+    with pytest.raises(UserError, match=r"^make_env must be a function that makes a gymnasium\.Env, got 3$"):
+        from_gymnasium(3, [GymTask()], name="three", budget=(0, 1), episodes=1)
+    with pytest.raises(UserError, match=r"^make_env of picky raised TypeError: .*unexpected keyword") as error:
+        from_gymnasium(Clock, [{"size": 3}], name="picky", budget=(0, 1), episodes=1)
+    assert isinstance(error.value.__cause__, TypeError)
+
+
+class Slip(gymnasium.Env):
+    """The second step of an episode returns `second`, or raises it."""
+
+    observation_space = spaces.Box(0.0, 1.0, (2,))
+    action_space = spaces.Discrete(2)
+    second: object = None
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.time = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.time += 1
+        if self.time == 2 and isinstance(self.second, Exception):
+            raise self.second
+        return self.second if self.time == 2 else (np.zeros(2, np.float32), 0.0, False, False, {"cost": 0})
+
+
+@pytest.fixture(scope="module")
+def slips():
+    return from_gymnasium(Slip, [1, 2], name="slips", budget=(0, 1), episodes=1, max_steps=3)
+
+
+SEEN = np.zeros(2)
+COSTLESS = "slips must put the cost of every step in info['cost']"
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        ((SEEN, 0.0, False, False, {}), COSTLESS),
+        ((SEEN, 0.0, False, False, None), COSTLESS),
+        ((SEEN, 0.0, False, False, {"cost": "a"}), "info['cost'] of slips must be a number, got 'a'"),
+        ((SEEN, 0.0, False, False, {"cost": [1, 2]}), "info['cost'] of slips must be a number, got [1, 2]"),
+        ((SEEN, None, False, False, {"cost": 0}), "reward of slips must be a number, got None"),
+        (
+            (SEEN, 0.0, False, {"cost": 0}),
+            "step of slips must return observation, reward, terminated,",
+        ),
+        (
+            (np.ones(3), 0.0, False, False, {"cost": 0}),
+            "observations of slips must be in Box(0.0, 1.0, (2,)",
+        ),
+        (KeyError("no\nsuch key"), "step of slips raised KeyError: 'no\\nsuch key'"),
+    ],
+)
+def test_a_slip_on_the_host_is_one_line_of_an_evaluation(second, words, slips, monkeypatch, capfd):
+    """The error itself, not JAX's about it, and nothing of JAX's on the terminal."""
+    monkeypatch.setattr(Slip, "second", second)
+    with pytest.raises(UserError) as error:
+        evaluate(slips, RandomAgent(slips.spec.action), tasks=2)
+    assert str(error.value).startswith(words)
+    assert "\n" not in str(error.value)
+    assert (error.value.__cause__ is second) == isinstance(second, Exception)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_command_line_says_it_in_one_line(slips, monkeypatch, capfd):
+    monkeypatch.setattr(Slip, "second", (SEEN, 0.0, False, False, {}))
+    assert main(["evaluate", "--agent", "random", "--env", "slips", "--tasks", "2"]) == 2
+    assert capfd.readouterr().err == f"safeicrl: {COSTLESS}\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Player(TableAlgorithm):
+    """It plays, and learns nothing."""
+
+    def init(self, key):
+        zero = jnp.zeros(())
+        return TableState(table=zero, multiplier=zero, key=key, step=zero, bad_from=zero, bad_share=zero)
+
+    def agent(self, state):
+        return RandomAgent(self.env.spec.action)
+
+    def card(self):
+        return {"kind": "player"}
+
+    def update(self, state):
+        tasks, budgets = sample_queue(self.env, "train", (0.0, 1.0), (2, 1), state.key)
+        played = run_trials(self.env, self.agent(state), tasks, budgets, state.key, episodes=1, steps=3)
+        return state, dict.fromkeys(METRICS, played.cost.sum()) | {"fault": first_fault(played)}
+
+
+def test_training_says_it_too(slips, monkeypatch, tmp_path):
+    monkeypatch.setattr(Slip, "second", ValueError("out of fuel"))
+    monkeypatch.setitem(catalogue.KINDS, "player", lambda card, env: RandomAgent(env.spec.action))
+    with pytest.raises(UserError, match=r"^step of slips raised ValueError: out of fuel$"):
+        train(Player(slips, TableConfig()), TrainConfig(iterations=1), out=tmp_path)
+
+
+def test_another_error_of_a_program_stays_what_it_is(slips, monkeypatch):
+    """The last user error is not raised for it."""
+    monkeypatch.setattr(Slip, "second", (SEEN, 0.0, False, False, {}))
+    with pytest.raises(UserError):
+        evaluate(slips, RandomAgent(slips.spec.action), tasks=2)
+    with pytest.raises(RuntimeError, match="out of memory"), own_errors():
+        raise RuntimeError("out of memory")
 
 
 def test_a_learner_plays_in_it_and_its_policy_is_loaded_like_any_other(tmp_path):

@@ -510,7 +510,13 @@ def test_a_fit_sees_other_actions_than_a_greedy_policy_plays():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(guard_fit, "_play", once)
         patch.setattr(guard_fit, "_learn", lambda guard, state, *_, updates: (guard, state))
-        guard_fit.fit_guard(env, greedy, GuardFitConfig(depth=2, rounds=2, rows=8, updates=1))
+        config = GuardFitConfig(depth=2, rounds=2, rows=8, updates=1)
+        guard_fit.fit_guard(env, greedy, config)
+        patch.setattr(guard_fit, "_play", lambda *_: (None, {"fault": np.array([0, 0, 0, 1, 1.5])}))
+        with pytest.raises(
+            UserError, match=r"BoundedPush gave cost 1\.5 \(round 1, .* step 2\): costs must be at most 1"
+        ):
+            guard_fit.fit_guard(env, greedy, config)
     (first, data, _), (second, *_) = played
     assert (first, second) == (1.0, 0.0)  # sampled, then as it will be used
     coasts = np.asarray(data.taken[..., 0]) == 0

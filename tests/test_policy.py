@@ -300,6 +300,8 @@ def test_bad_starts(budget, more, words):
         (((0, 0), float("inf"), 0.0), "rewards must be finite"),
         (((0, 0), 0.0, float("nan")), "costs must be finite"),
         (((0, 0), 0.0, -1.0), "costs must be finite, ≥ 0"),
+        (((0, 0), 0.0, 5.0), r"^costs must be at most 1, the environment's spec\.max_cost, got 5$"),
+        (((0, 0), 0.0, 0.5), r"^costs must be multiples of 1, the environment's spec\.cost_unit, got 0\.5$"),
         (((0, 0), [0.0, 1.0], 0.0), "reward must be one number"),
         (((0, 0), 0.0, 0.0, "no"), "terminated must be true or false, got 'no'"),
         (((0, 0), 0.0, 0.0, 2), "terminated must be true or false, got 2"),

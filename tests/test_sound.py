@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from networks import random_rows, random_weights
-from probe import Casino
+from networks import ROOM, random_rows, random_weights
+from probe import Casino, Push
 from standin import TableAlgorithm, TableConfig
 
 from safeicrl.agents.in_context import InContextAgent
@@ -34,9 +34,10 @@ from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers import episodes, lagrangian
 from safeicrl.policies import checkpoint
 from safeicrl.policies.policy import Policy
-from safeicrl.train import EvalConfig, TrainConfig, train
+from safeicrl.train import EvalConfig, Status, TrainConfig, _refuse_faults, train
 from safeicrl.trial import first_fault
 
+PUSH = Push().spec  # episodes of at most 4 steps
 BAD = [float("nan"), float("inf"), -float("inf"), 3e38, -1.0]
 SPEC = {"size": 3, "obstacles": 2, "max_steps": 5, "episodes": 4, "train_budget": (1.0, 3.0)}
 
@@ -69,16 +70,88 @@ def test_any_bad_number_is_found_with_its_place():
         assert find(unplayed)[0] == NONE
 
 
+class Bounded:
+    """An environment with a spec."""
+
+    spec = dataclasses.replace(ROOM.spec, max_cost=2.0)
+
+
+@pytest.fixture(scope="module")
+def promised():
+    """Random play that keeps all promises, and what finds a broken one."""
+    find = jax.jit(lambda rows: first_fault(rows, Bounded.spec))
+    rows = random_rows()
+    np.testing.assert_array_equal(find(rows), NO_FAULT)
+    return rows, find
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("cost", 2.001, r"costs must be at most 2, the environment's spec\.max_cost"),
+        ("cost", 5.0, r"costs must be at most 2, the environment's spec\.max_cost"),
+        ("cost", 0.5, r"costs must be multiples of 1, the environment's spec\.cost_unit"),
+        ("cost", 2.0, None),
+        ("cost", 1.00001, None),  # rounding
+        ("final_observation", 9, r"observations must be cells in \(0–\d, 0–\d\)"),
+        ("final_observation", -1, r"observations must be cells in \(0–\d, 0–\d\)"),
+    ],
+)
+def test_what_a_spec_promises_is_looked_at(name, value, rule, promised):
+    rows, find = promised
+    at = (5, 2) if name == "cost" else (5, 2, 1)
+    found = np.asarray(find(replace(rows, **{name: getattr(rows, name).at[at].set(value)})))
+    if rule is None:
+        assert found[0] == NONE
+        return
+    place = r"\(iteration 1, seed 0, episode \d, step \d\)"
+    with pytest.raises(UserError, match=rf"^Bounded gave {name.split('_')[-1]} {value:g} {place}: {rule}$"):
+        _refuse_faults(found[None, None], Status(iteration=1), TrainConfig(), Bounded())
+
+
+def test_a_first_observation_outside_the_grid_is_found(promised):
+    rows, find = promised
+    assert rows.token.start[5, 0]
+    seen = rows.token.observation.at[5, 0, 0].set(ROOM.spec.observation.sizes[0])
+    assert find(replace(rows, token=replace(rows.token, observation=seen)))[:2].tolist() == [3, 5]
+
+
+def test_an_episode_that_does_not_end_is_found(promised):
+    rows, find = promised
+    most = ROOM.spec.max_steps
+    row, time = np.argwhere(np.asarray(rows.valid & (rows.token.time == most - 1)))[0]
+    going = {name: getattr(rows, name).at[row, time].set(False) for name in ("terminated", "truncated")}
+    place = [row, rows.token.episode[row, time], most - 1, most]
+    assert find(replace(rows, **going)).tolist() == [4, *map(int, place)]
+
+
+@dataclass(frozen=True)
+class Endless(Casino):
+    """It ignores its limit."""
+
+    def step(self, key, state, action, task):
+        state, step = super().step(key, state, action, task)
+        return state, replace(step, truncated=jnp.array(False))
+
+
+def test_an_evaluation_says_that_episodes_do_not_end():
+    with pytest.raises(UserError, match=r"^Endless did not end an episode .* of 4 \(task 0, episode 1\)$"):
+        evaluate(Endless(), RandomAgent(Endless().spec.action), tasks=2)
+
+
 def test_a_learner_of_one_task_finds_it_too():
     zeros, seen = jnp.zeros((4, 2)), jnp.zeros((4, 2, 3))
     played = lagrangian.Rollout(
         observation=seen, action=zeros, reward=zeros, cost=zeros, terminated=zeros > 0, truncated=zeros > 0,
         final_observation=seen, log_prob=zeros, returns=zeros, costs=zeros,
     )  # fmt: skip
-    assert lagrangian.first_fault(played)[0] == NONE
-    found = lagrangian.first_fault(replace(played, cost=zeros.at[3, 1].set(-2.0)))
+    ended = replace(played, truncated=zeros.at[1].set(1.0) > 0)
+    find = jax.jit(lambda played: lagrangian.first_fault(played, PUSH))
+    assert find(ended)[0] == NONE  # two episodes of two steps
     with pytest.raises(UserError, match=r"probe gave cost -2 \(step 4\)"):
-        refuse_fault(np.asarray(found), "probe")
+        refuse_fault(np.asarray(find(replace(ended, cost=zeros.at[3, 1].set(-2.0)))), "probe")
+    with pytest.raises(UserError, match=r"^probe did not end an episode within its spec\.max_steps of 4$"):
+        refuse_fault(np.asarray(find(played)), "probe")
 
 
 def test_learners_that_play_whole_episodes_find_it_too():
@@ -86,15 +159,19 @@ def test_learners_that_play_whole_episodes_find_it_too():
     going = jnp.arange(4) < 3
     played = episodes.Played(
         observation=jnp.zeros((2, 3, 4, 1)), action=zeros, reward=zeros, cost=zeros,
-        valid=jnp.broadcast_to(going, zeros.shape),
+        valid=jnp.broadcast_to(going, zeros.shape), done=jnp.broadcast_to(jnp.arange(4) == 2, zeros.shape),
     )  # fmt: skip
-    find = jax.jit(lambda played: (episodes.first_fault(played), first_of(episodes.first_fault(played))))
+    find = jax.jit(lambda played: (found := episodes.first_fault(played, PUSH), first_of(found)))
     assert find(played)[1][0] == NONE
     assert find(replace(played, cost=zeros.at[..., 3].set(-1.0)))[1][0] == NONE  # after the episode's end
     each, first = find(replace(played, cost=zeros.at[1, 2, 1].set(-1.0)))
     assert each[:, 0].tolist() == [NONE, 0]
     with pytest.raises(UserError, match=r"probe gave cost -1 \(task 1, episode 3, step 2\)"):
         refuse_fault(np.asarray(first), "probe", [f"task {int(first[1])}"])
+    never = find(replace(played, valid=zeros == 0, done=zeros.at[0].set(1.0) > 0))[1]  # those of task 1 go on
+    with pytest.raises(UserError, match=r"^probe did not end an episode .* of 4 \(episode 1\)$"):
+        refuse_fault(np.asarray(never), "probe")
+    assert never[1] == 1
 
 
 class Idle:
@@ -121,6 +198,7 @@ def test_scared_reports_what_it_played():
 
     assert fault(1.0)[0] == NONE
     assert fault(jnp.nan)[0] == 0
+    assert fault(0.5)[0] == 0  # costs are whole numbers there
 
 
 # -- an environment that goes wrong, in training and in evaluation
@@ -212,7 +290,7 @@ def test_nan_is_never_best():
 # -- histories
 
 
-@pytest.mark.parametrize(("name", "value"), [("cost", -1.0), ("cost", np.nan), ("reward", np.inf)])
+@pytest.mark.parametrize(("name", "value"), [("cost", -1.0), ("cost", np.nan), ("cost", 2.0), ("reward", np.inf)])
 def test_histories_take_no_such_numbers(tmp_path, name, value):
     room = SafeDarkRoom(**SPEC)
     writer = HistoryWriter(

@@ -69,6 +69,10 @@ def test_a_budget_of_whole_units_keeps_all_of_them():
 class Telling(Casino):
     """The reward of a step tells the task and its split, the cost tells the step's key."""
 
+    @property
+    def spec(self):
+        return dataclasses.replace(super().spec, cost_unit=0.0)
+
     def sample_task(self, key, split):
         return jax.random.uniform(key) + (10 if split == "test" else 0)
 

@@ -129,7 +129,7 @@ def check_risk(risk: object) -> float:
 
 def check_range(name: str, value: tuple[float, float]) -> tuple[float, float]:
     """Return `value` if it is a range of budgets: two finite numbers ≥ 0, the second not below the first."""
-    if len(value) != 2:
+    if not isinstance(value, tuple | list) or len(value) != 2:
         raise UserError(f"{name} must be two numbers, got {value!r}")
     low, high = (check_number(name, bound, 0.0) for bound in value)
     if low > high:

@@ -40,6 +40,7 @@ from safeicrl.files import CHECKPOINT, owned, read_json, write_json
 from safeicrl.log import JsonLines, Sink, TensorBoard, Terminal, WandB
 from safeicrl.machine import devices as placing
 from safeicrl.machine import hosts
+from safeicrl.machine.callbacks import own_errors
 from safeicrl.machine.signals import StopRequest
 from safeicrl.overlap.lanes import check_env
 from safeicrl.overlap.overlapped import Overlapped
@@ -142,6 +143,7 @@ class Trained:
         return algorithm.agent(_select(self.state, index, len(self.status.failures)))
 
 
+@own_errors()
 def train(
     algorithm: Algorithm,
     config: TrainConfig,
@@ -723,7 +725,7 @@ def _refuse_faults(faults: np.ndarray, status: Status, config: TrainConfig, env:
     for late, each in enumerate(faults):
         for seed, fault in zip(_seeds(config), each, strict=True):
             where = [f"iteration {status.iteration - config.chunk + late + 1}, seed {seed}"]
-            refuse_fault(fault, env_to_plain(env)["name"], where)
+            refuse_fault(fault, env_to_plain(env)["name"], where, env.spec)
 
 
 def _give_up(status: Status, folder: Path) -> str:

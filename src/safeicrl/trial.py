@@ -17,7 +17,7 @@ import numpy as np
 
 from safeicrl.agents.api import Agent
 from safeicrl.budgets import Ranges, beside, is_over, ranges_of
-from safeicrl.envs.api import Env, Key, PyTree, Split, Step, record, replace
+from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, Split, Step, record, replace
 from safeicrl.envs.faults import find_fault
 from safeicrl.errors import UserError
 from safeicrl.machine.devices import over_rows
@@ -63,12 +63,16 @@ class Trials:
         return self.valid & (self.trial_done | ~last)
 
 
-def first_fault(trials: Trials) -> jax.Array:
-    """The first number of the environment that breaks its contract, as `envs.faults.find_fault` gives it."""
+def first_fault(trials: Trials, spec: EnvSpec | None = None) -> jax.Array:
+    """The first number of the environment that breaks its contract, as `envs.faults.find_fault` gives it.
+
+    Without the environment's `spec`, what it promises there is not looked at.
+    """
     token = trials.token
     return find_fault(
         cost=trials.cost, reward=trials.reward, observation=trials.final_observation, first=token.observation,
         start=token.start, valid=trials.valid, episode=token.episode, time=token.time,
+        spec=spec, age=jnp.where(trials.done, 0, token.time + 1),
     )  # fmt: skip
 
 
@@ -181,8 +185,15 @@ def run_trials(
 def enter(env: Env, tasks: PyTree, budgets: jax.Array, key: Key) -> Row:
     """A row at the first step of its first trial."""
     state, observation = env.reset(key, jax.tree.map(lambda x: x[0], tasks))
+    _check_shape("first observations", observation, env.spec.observation.shape)
     token = first_token(env.spec, observation, budgets[0, 0])
     return Row(state=state, token=token, budget=budgets[0, 0], trial=jnp.int32(0), over=jnp.array(False))
+
+
+def _check_shape(what: str, value: jax.Array, expected: tuple[int, ...]) -> None:
+    """Raise if an environment returns an array of another shape than it should."""
+    if (found := jnp.shape(value)) != expected:
+        raise UserError(f"{what} must have shape {expected}, as the environment's spec says, got {found}")
 
 
 def _advance(
@@ -213,10 +224,11 @@ def move_on(
     reset_key: Key,
 ) -> tuple[Row, Trials]:
     """The row at its next step, of the next episode or trial if one is due, and what was played in this one."""
-    queue = len(budgets)
-    if jnp.shape(step.cost) != (expected := env.spec.cost_shape):
-        names = ", ".join(env.spec.costs)
-        raise UserError(f"steps must return costs of shape {expected} ({names}), got shape {jnp.shape(step.cost)}")
+    queue, spec = len(budgets), env.spec
+    _check_shape(f"costs ({', '.join(spec.costs)}) of a step", step.cost, spec.cost_shape)
+    _check_shape("observations of a step", step.observation, spec.observation.shape)
+    for name in ("reward", "terminated", "truncated"):
+        _check_shape(f"{name} of a step", getattr(step, name), ())
     done = step.terminated | step.truncated
     trial_done = done & (row.token.episode + 1 >= lengths[row.trial])
     played = Trials(

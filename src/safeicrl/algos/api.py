@@ -45,7 +45,7 @@ class Algorithm(Protocol):
 
         "env_steps" counts the steps this iteration learned from, played or read; "return", "cost" and "budget" are
         means over episodes (several costs: of the sums); "over_budget" is the share of episodes over their budget;
-        "fault" is what `trial.first_fault` says about the trials.
+        "fault" is what `trial.first_fault` says about the trials and the environment's spec.
         """
         ...
 

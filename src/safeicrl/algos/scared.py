@@ -234,7 +234,7 @@ class Scared:
             "env_steps": trials.valid.sum(),
             "lambda": multiplier.max(),
             "over_budget_by_bin": over_by_bin(fresh, self.edges),
-            "fault": first_fault(trials),
+            "fault": first_fault(trials, self.env.spec),
         }
 
     def without_bold(self, episodes: Episodes) -> Episodes:

@@ -32,6 +32,7 @@ from safeicrl.errors import (
     unknown_name,
 )
 from safeicrl.machine import hosts
+from safeicrl.machine.callbacks import own_errors
 from safeicrl.machine.compiled import keep_compiled
 from safeicrl.plugins import import_module
 from safeicrl.version import VERSION
@@ -52,7 +53,7 @@ def _main(argv: Sequence[str] | None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # a file name may have bytes that are no text
             stream.reconfigure(errors="backslashreplace")
     try:
-        with _plain_warnings():
+        with _plain_warnings(), own_errors():
             return _run(args) or 0
     except UserError as error:
         return _complain(error)

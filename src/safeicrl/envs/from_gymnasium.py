@@ -9,11 +9,12 @@ Nothing resets itself: the observation, reward, cost and flags of an episode's l
 environment returned, and the next episode's first observation comes after them.
 """
 
+import contextlib
 import dataclasses
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,8 +27,9 @@ from gymnasium import spaces
 from safeicrl.budgets import Ranges, check_ranges
 from safeicrl.envs.api import EnvSpec, Key, Split, Step, record
 from safeicrl.envs.registry import WORLDS, World
-from safeicrl.envs.spaces import Box, Discrete, Grid
+from safeicrl.envs.spaces import Box, Discrete, Grid, as_array
 from safeicrl.errors import UserError, check_integer, check_number
+from safeicrl.machine.callbacks import remembered
 
 ONE_CALL = np.array([0, 0, 1], np.int32)  # what a call adds to a ticket
 FLEETS = 4  # groups of environments that are kept: training and an evaluation need two
@@ -76,7 +78,7 @@ def from_gymnasium(
     """
     if name in WORLDS and name not in _FLOTILLAS:
         raise UserError(f"environment {name!r} is registered already")
-    flotilla = _Flotilla(make_env, tasks, tasks if test_tasks is None else test_tasks, features)
+    flotilla = _Flotilla(name, make_env, tasks, tasks if test_tasks is None else test_tasks, features)
     limit = max_steps or getattr(flotilla.example.spec, "max_episode_steps", None)
     if limit is None:
         raise UserError("the environment has no time limit: give max_steps, the most steps of an episode")
@@ -184,6 +186,8 @@ class GymnasiumEnv:
         seen = self.spec.observation
         shapes = [jax.ShapeDtypeStruct((3,), jnp.int32), jax.ShapeDtypeStruct(seen.shape, seen.dtype)]
         shapes += [jax.ShapeDtypeStruct((3 + len(self.spec.costs),), jnp.float32)] * outcome
+        if not any(isinstance(x, jax.core.Tracer) for x in arguments):  # no program: what it raises needs no help
+            return tuple(jnp.asarray(x) for x in host(*arguments))
         return jax.pure_callback(host, tuple(shapes), *arguments, vmap_method="broadcast_all")
 
 
@@ -202,8 +206,10 @@ class _Flotilla:
 
     spec: EnvSpec
 
-    def __init__(self, make_env: Callable, tasks: Tasks, test_tasks: Tasks, features: Callable | None) -> None:
-        self.make_env, self.tasks = make_env, {"train": tasks, "test": test_tasks}
+    def __init__(
+        self, name: str, make_env: Callable, tasks: Tasks, test_tasks: Tasks, features: Callable | None
+    ) -> None:
+        self.name, self.make_env, self.tasks = name, make_env, {"train": tasks, "test": test_tasks}
         for split, those in self.tasks.items():
             if not callable(those) and not len(those):
                 raise UserError(f"there are no tasks to {split} on")
@@ -222,6 +228,7 @@ class _Flotilla:
         tasks = self.tasks[split]
         return None if callable(tasks) else len(tasks)
 
+    @remembered
     def launch(self, orders: Any) -> tuple[np.ndarray, np.ndarray]:
         """A new fleet, an environment for each order; the oldest one is given up."""
         orders = np.asarray(orders)
@@ -241,6 +248,7 @@ class _Flotilla:
         tickets = np.array([[number, place, 0] for place in range(len(flat))], np.int32)
         return self._shaped(orders.shape[:-1], tickets, seen)
 
+    @remembered
     def step(self, tickets: Any, actions: Any) -> tuple[np.ndarray, ...]:
         """One step of each environment."""
         tickets, actions = np.asarray(tickets), np.asarray(actions)
@@ -249,25 +257,55 @@ class _Flotilla:
         chosen = actions.reshape(len(flat), *self.action.shape)
         with self.lock:
             for row, member in enumerate(self._members(flat)):
-                observation, reward, terminated, truncated, info = member.env.step(self.decode(chosen[row]))
-                seen.append(self.encode(observation))
-                outcomes[row] = reward, *self._costs(info), terminated, truncated
+                with self._naming("step"):
+                    played = member.env.step(self.decode(chosen[row]))
+                if not isinstance(played, tuple) or len(played) != 5:
+                    words = "observation, reward, terminated, truncated and info"
+                    raise UserError(f"step of {self.name} must return {words}, got {_brief(played)}")
+                observation, reward, terminated, truncated, info = played
+                seen.append(self._seen(observation))
+                ends = self._number("terminated", terminated), self._number("truncated", truncated)
+                outcomes[row] = self._number("reward", reward), *self._costs(info), *ends
         return *self._shaped(leading, flat + ONE_CALL, seen), outcomes.reshape(*leading, outcomes.shape[-1])
 
-    def _costs(self, info: Mapping[str, Any]) -> list[Any]:
+    def _costs(self, info: Any) -> list[float]:
         """What a step cost, of each kind."""
+        told = info if isinstance(info, Mapping) else {}
         if not self.spec.several:
-            if "cost" not in info:
-                raise UserError("the environment must put the cost of every step in info['cost']")
-            return [info["cost"]]
-        costs = info.get("costs")
+            if "cost" not in told:
+                raise UserError(f"{self.name} must put the cost of every step in info['cost']")
+            return [self._number("info['cost']", told["cost"])]
+        costs = told.get("costs")
         missing = [name for name in self.spec.costs if not isinstance(costs, Mapping) or name not in costs]
         if missing:
-            raise UserError(
-                f"the environment must put every cost of a step in info['costs']: {missing[0]} is missing"
-            )
-        return [costs[name] for name in self.spec.costs]  # type: ignore[index]
+            raise UserError(f"{self.name} must put every cost of a step in info['costs']: {missing[0]} is missing")
+        return [self._number(f"info['costs'][{name!r}]", costs[name]) for name in self.spec.costs]  # type: ignore[index]
 
+    def _number(self, what: str, value: Any) -> float:
+        """A number that the environment told."""
+        array = as_array(value)
+        if array.dtype.kind not in "biuf" or array.size != 1:
+            raise UserError(f"{what} of {self.name} must be a number, got {_brief(value)}")
+        return float(array.reshape(()))
+
+    def _seen(self, observation: Any) -> np.ndarray:
+        """An observation as the library's space has it."""
+        try:
+            return self.encode(observation).reshape(self.observation.shape)
+        except Exception:  # whatever it is, it is no value of the space
+            space = self.example.observation_space
+            raise UserError(f"observations of {self.name} must be in {space}, got {_brief(observation)}") from None
+
+    @contextlib.contextmanager
+    def _naming(self, what: str) -> Iterator[None]:
+        """Around code of the user's: what it raises as one line, with the exception itself as the cause."""
+        try:
+            yield
+        except Exception as error:
+            text = " ".join(str(error).split())
+            raise UserError(f"{what} of {self.name} raised {type(error).__name__}: {text}") from error
+
+    @remembered
     def restart(self, tickets: Any, orders: Any, observations: Any, done: Any) -> tuple[np.ndarray, np.ndarray]:
         """A reset of each environment whose episode is over; what the others see stays."""
         tickets, done, orders = np.asarray(tickets), np.asarray(done), np.asarray(orders).reshape(-1, 3)
@@ -310,8 +348,11 @@ class _Flotilla:
         """The first observation of an episode. A trial's first one is seeded, which is slow."""
         task = member.task
         options = None if task.options is None else dict(task.options)
-        observation, _ = member.env.reset(seed=seed if task.seed is None else task.seed, options=options)
-        return self.encode(observation)
+        with self._naming("reset"):
+            began = member.env.reset(seed=seed if task.seed is None else task.seed, options=options)
+        if not isinstance(began, tuple) or len(began) != 2:
+            raise UserError(f"reset of {self.name} must return observation and info, got {_brief(began)}")
+        return self._seen(began[0])
 
     def _task(self, number: int, test: int) -> GymTask:
         tasks = self.tasks["test" if test else "train"]
@@ -325,7 +366,10 @@ class _Flotilla:
         raise UserError(f"a task must be a seed, keyword arguments or a GymTask, got {task!r}")
 
     def _make(self, task: GymTask) -> gymnasium.Env:
-        env = self.make_env(**task.kwargs)
+        if not callable(self.make_env):
+            raise UserError(f"make_env must be a function that makes a gymnasium.Env, got {self.make_env!r}")
+        with self._naming("make_env"):
+            env = self.make_env(**task.kwargs)
         if not isinstance(env, gymnasium.Env):
             raise UserError(f"make_env must return a gymnasium.Env, got {type(env).__name__}")
         return env
@@ -338,6 +382,11 @@ class _Flotilla:
 
 
 _FLOTILLAS: dict[str, _Flotilla] = {}  # by name
+
+
+def _brief(value: Any) -> str:
+    """What a user gave, in a line."""
+    return f"{' '.join(repr(value).split()):.60}"
 
 
 def _table(tasks: Tasks, features: Callable | None) -> np.ndarray:

@@ -135,7 +135,14 @@ def make_env(name: str, /, **parameters: Any) -> "Env":
     for parameter in parameters:
         if known is not None and parameter not in known:
             raise unknown_name(f"parameter of {name}", parameter, known)
-    return world_of(name).load()(**parameters)
+    return _checked(world_of(name).load()(**parameters), name)
+
+
+def _checked(env: "Env", name: str) -> "Env":
+    """Return what a maker made if it has a `spec`."""
+    if "spec" not in dir(env):
+        raise UserError(f"environment {name!r} must have a spec, an EnvSpec: {type(env).__name__} has none")
+    return env
 
 
 def parse_parameters(pairs: Iterable[str], what: str) -> dict[str, Any]:
@@ -163,8 +170,8 @@ def env_from_plain(name: str, parameters: dict[str, Any]) -> "Env":
     """The environment that `env_to_plain` described, from JSON values."""
     make = world_of(name).load()
     if isinstance(make, type) and dataclasses.is_dataclass(make):
-        return from_plain(make, parameters, name)  # type: ignore[return-value]
-    return make(**parameters)
+        return _checked(from_plain(make, parameters, name), name)  # type: ignore[arg-type]
+    return _checked(make(**parameters), name)
 
 
 def name_of(env: "Env") -> str | None:

@@ -17,7 +17,7 @@ import numpy as np
 from safeicrl.errors import UserError, check_integer
 
 
-def _as_array(value: object) -> np.ndarray:
+def as_array(value: object) -> np.ndarray:
     """What a user gave as an array; of no numbers, if it is none."""
     try:
         return np.asarray(value)
@@ -69,7 +69,7 @@ class Discrete:
 
     def check_action(self, action: object, real: type = np.float32) -> np.ndarray:
         """A user's action as an array, or an error that says what an action is; nothing in it is `real`."""
-        value = _as_array(action)
+        value = as_array(action)
         if value.shape != () or value.dtype.kind not in "iu" or not 0 <= value < self.n:
             raise UserError(f"action must be an integer from 0 to {self.n - 1}, got {action!r}")
         return value.astype(np.int32)
@@ -116,6 +116,11 @@ class Grid:
         """Each coordinate one-hot, one after another, [..., sum of sizes]."""
         return jnp.concatenate([jax.nn.one_hot(cell[..., i], n) for i, n in enumerate(self.sizes)], -1)
 
+    @property
+    def limits(self) -> str:
+        """The range of each coordinate, in words."""
+        return f"({', '.join(f'0–{size - 1}' for size in self.sizes)})"
+
     def cells(self) -> np.ndarray:
         """All cells, [cell, coordinate], in the order of `flat`."""
         return np.indices(self.sizes).reshape(self.size, -1).T
@@ -128,8 +133,7 @@ class Grid:
     def check_observation(self, values: np.ndarray) -> np.ndarray:
         """A user's cells, finite numbers [..., coordinate], as integers, or an error that says what a cell is."""
         if (values != np.floor(values)).any() or (values < 0).any() or (values >= self.sizes).any():
-            limits = ", ".join(f"0–{size - 1}" for size in self.sizes)
-            raise UserError(f"observation must be a cell in ({limits}), got {values.tolist()}")
+            raise UserError(f"observation must be a cell in {self.limits}, got {values.tolist()}")
         return values.astype(np.int32)
 
 
@@ -189,7 +193,7 @@ class Box:
 
     def check_action(self, action: object, real: type = np.float32) -> np.ndarray:
         """A user's action as an array of `real` numbers, or an error that says what an action is."""
-        value = _as_array(action)
+        value = as_array(action)
         if value.shape != self.shape or value.dtype.kind not in "iuf":
             raise UserError(f"action must be {self.size} real numbers, got {action!r}")
         if not np.all((value >= self.low) & (value <= self.high)):  # false for NaN as well

@@ -25,6 +25,7 @@ from safeicrl.errors import (
 )
 from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.task_lists import TaskList, evaluation_keys, load_list, sample_tasks
+from safeicrl.machine.callbacks import own_errors
 from safeicrl.machine.devices import everywhere, make_mesh, over_rows, padded, spread, using
 from safeicrl.provenance import surroundings
 from safeicrl.trial import Episodes, episode_sums, first_fault, run_trials
@@ -35,6 +36,7 @@ if TYPE_CHECKING:  # it imports optax, which few agents need
 SEGMENT = 32  # steps; a shorter segment of a trial saves less time than its compilation takes
 
 
+@own_errors()
 def evaluate(
     env: Env,
     agent: Agent,
@@ -139,7 +141,7 @@ def _play_all(
         with using(mesh):
             played, found = _play(env, agent, *given, episodes=episodes, segments=segments)
         fault = np.asarray(found)
-        refuse_fault(fault, name, [f"task {index[int(fault[1])] % tasks}"])
+        refuse_fault(fault, name, [f"task {index[int(fault[1])] % tasks}"], env.spec)
         parts.append(jax.tree.map(lambda x: np.asarray(x)[:rows], played))
     return jax.tree.map(lambda *x: np.concatenate(x)[:trials], *parts)
 
@@ -236,7 +238,7 @@ def _play(
     trials = run_trials(env, agent, tasks, budgets, key, episodes=episodes, steps=steps, segments=segments)
     guarded = isinstance(trials.extras, dict) and "stepped_in" in trials.extras
     stepped_in = (trials.extras["stepped_in"] & trials.valid).sum(-1) if guarded else None
-    return everywhere(((episode_sums(trials, episodes), None, stepped_in), first_fault(trials)))
+    return everywhere(((episode_sums(trials, episodes), None, stepped_in), first_fault(trials, env.spec)))
 
 
 def spending(spent: "Spent") -> dict[str, Any]:

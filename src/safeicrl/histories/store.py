@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from safeicrl.envs.api import Env, EnvSpec
+from safeicrl.envs.faults import broken_rule, keeps_promise
 from safeicrl.envs.registry import env_from_plain, name_of
-from safeicrl.errors import UserError, check_integer, is_sound, rule_of
+from safeicrl.errors import UserError, check_integer
 from safeicrl.files import make_folder, plain, read_json, temporary, write_json
 
 FORMAT = "safeicrl learning histories"
@@ -238,10 +239,12 @@ class HistoryWriter:
 
         `values` are [step, ...]. Nothing counts before `commit`.
         """
-        if name in ("observation", "reward", "cost") and not (sound := is_sound(name, values)).all():
+        spec = self.spec if name == "cost" else None
+        if name in ("observation", "reward", "cost") and not (sound := keeps_promise(name, values, spec)).all():
             step = int(np.argwhere(~sound)[0][0])
-            value, place = values[~sound].flat[0], f"history {self.complete + row}, step {at + step}"
-            raise UserError(f"{self.meta['env']['name']} gave {name} {value:g} ({place}): {rule_of(name)}")
+            value, place = float(values[~sound].flat[0]), f"history {self.complete + row}, step {at + step}"
+            rule = broken_rule(name, value, spec)
+            raise UserError(f"{self.meta['env']['name']} gave {name} {value:g} ({place}): {rule}")
         if name not in self.meta["arrays"]:
             length = self.steps if name in STEPWISE else max(self.steps // self.spec.max_steps, 1)
             shape = (self.total, length, *values.shape[1:])

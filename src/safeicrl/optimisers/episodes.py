@@ -30,6 +30,7 @@ class Played:
     reward: jax.Array
     cost: jax.Array
     valid: jax.Array  # bool: the episode was still going on
+    done: jax.Array  # bool: the step ended it
 
     @property
     def returns(self) -> jax.Array:
@@ -47,16 +48,17 @@ class Played:
         return self.valid.sum(-1)
 
 
-def first_fault(played: Played) -> jax.Array:
+def first_fault(played: Played, spec: EnvSpec) -> jax.Array:
     """The first number of the environment that breaks its contract, for each task, [task, 5] (envs/faults.py)."""
 
     def of_task(played: Played) -> jax.Array:
         episodes, steps = played.valid.shape
+        time = jnp.broadcast_to(jnp.arange(steps), (episodes, steps))
         return find_fault(
             cost=played.cost, reward=played.reward, observation=played.observation, first=played.observation,
             start=jnp.zeros_like(played.valid), valid=played.valid,
             episode=jnp.broadcast_to(jnp.arange(episodes)[:, None], (episodes, steps)),
-            time=jnp.broadcast_to(jnp.arange(steps), (episodes, steps)),
+            time=time, spec=spec, age=jnp.where(played.done, 0, time + 1),
         )  # fmt: skip
 
     found = jax.vmap(of_task)(played)
@@ -75,14 +77,15 @@ def play(env: Env, act: Act, tasks: PyTree, key: Key, episodes: int) -> Played:
         state, observation, going = carry
         action = act(observation, keys[0])
         new, out = advance(jax.random.split(keys[1], shape), state, action, tasks)
+        done = out.terminated | out.truncated
         played = Played(
-            observation=observation, action=action, valid=going,
+            observation=observation, action=action, valid=going, done=done,
             reward=jnp.where(going, out.reward, 0.0), cost=jnp.where(going, out.cost, 0.0),
         )  # fmt: skip
         # A finished episode stays where it ended, so that its physics cannot diverge.
         hold = lambda a, b: jnp.where(going.reshape(going.shape + (1,) * (a.ndim - 2)), a, b)  # noqa: E731
         state = jax.tree.map(hold, new, state)
-        return (state, hold(out.observation, observation), going & ~(out.terminated | out.truncated)), played
+        return (state, hold(out.observation, observation), going & ~done), played
 
     keys = jax.random.split(scan_key, (env.spec.max_steps, 2))
     _, played = jax.lax.scan(step, (state, observation, jnp.ones(shape, bool)), keys)

@@ -17,15 +17,18 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from safeicrl.agents.in_context import InContextAgent, bold_rows
 from safeicrl.envs.api import Env, Key, PyTree
+from safeicrl.envs.faults import refuse_fault
+from safeicrl.envs.registry import env_to_plain
 from safeicrl.errors import MOST_ROWS, WIDEST, UserError, check_integer, check_number, check_risk, check_seed
 from safeicrl.nets.guard import Guard
 from safeicrl.nets.heads import PolicyNet, TanhNormal, transplanted
 from safeicrl.tokens import Token
-from safeicrl.trial import run_trials, sample_queue
+from safeicrl.trial import first_fault, run_trials, sample_queue
 
 QUEUE = 4  # trials a row can hold
 OFF = (0.25, 0.999)  # share of the rows that play without the guard, and the risk that comes to the same
@@ -104,6 +107,7 @@ def fit_guard(
             temperature=agent.temperature if on or not _real(agent) else agent.temperature or 1.0,
         )  # fmt: skip
         data, before = _play(env, acting, config.rows, play_key)
+        refuse_fault(np.asarray(before["fault"]), env_to_plain(env)["name"], [f"round {index + 1}"], env.spec)
         assert agent.net.guard is not None
         guard, state = _learn(agent.net.guard, state, optimiser, data, learn_key, updates=config.updates)
         agent = eqx.tree_at(lambda a: a.net.guard, agent, guard)
@@ -156,7 +160,7 @@ class _Coasting(eqx.Module):
 
 @eqx.filter_jit
 def _play(env: Env, agent: InContextAgent, rows: int, key: Key) -> tuple[Play, dict[str, jax.Array]]:
-    """A round's rows, and what the guard makes of them so far."""
+    """A round's rows, and what the guard makes of them so far; with the environment's "fault"."""
     spec, (task_key, play_key) = env.spec, jax.random.split(key)
     tasks, budgets = sample_queue(env, "train", spec.train_budget, (rows, QUEUE), task_key)
     player = _Coasting(agent=agent, steps=agent.net.trunk.config.guard) if _real(agent) else agent
@@ -172,7 +176,7 @@ def _play(env: Env, agent: InContextAgent, rows: int, key: Key) -> tuple[Play, d
         features=features.astype(jnp.float32), taken=taken, cost=trials.cost, done=trials.done,
         known=trials.learnable,
     )  # fmt: skip
-    return data, agent.net.guard.loss(*data)[1]  # type: ignore[union-attr]
+    return data, agent.net.guard.loss(*data)[1] | {"fault": first_fault(trials, spec)}  # type: ignore[union-attr]
 
 
 @eqx.filter_jit

@@ -18,7 +18,7 @@ import optax
 
 from safeicrl.agents.mlp import MlpAgent
 from safeicrl.budgets import is_over
-from safeicrl.envs.api import Env, Key, PyTree, record, replace
+from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, record, replace
 from safeicrl.envs.faults import find_fault
 from safeicrl.envs.spaces import Grid
 from safeicrl.errors import UserError, check_integer, check_number
@@ -216,7 +216,7 @@ class Learner:
             "budget": jnp.asarray(limit, jnp.float32),
             "lambda": price,
             "episodes": ended,
-            "fault": first_fault(played),
+            "fault": first_fault(played, self.spec),
         }
         return state, played, metrics
 
@@ -362,16 +362,19 @@ def rescale(params: Params, factor: jax.Array) -> Params:
     return replace(params, nets=nets)
 
 
-def first_fault(played: Rollout) -> jax.Array:
+def first_fault(played: Rollout, spec: EnvSpec) -> jax.Array:
     """The first number of the environment that breaks its contract, as `envs.faults.find_fault` gives it.
 
-    A step is that of the iteration: a learner does not count the steps of its episodes.
+    A step is that of the iteration: a learner does not count the steps of its episodes. So one that never ends is
+    found only in an iteration that is as long as an episode may be.
     """
     everywhere = jnp.ones_like(played.done)
     steps = jnp.broadcast_to(jnp.arange(played.done.shape[0])[:, None], played.done.shape)
+    ends = jax.lax.cummax(jnp.where(played.done, steps + 1, 0))  # [time, env] steps before the episode under way
     return find_fault(
         cost=played.cost, reward=played.reward, observation=played.final_observation, first=played.observation,
         start=everywhere, valid=everywhere, episode=jnp.full_like(steps, -1), time=steps,
+        spec=spec, age=steps + 1 - ends,
     )  # fmt: skip
 
 

@@ -277,7 +277,7 @@ class MetaAgent(eqx.Module):
             if self.fresh_episodes:
                 act = adapter.view.actor(actor, self.normaliser)
                 batch = play(env, act, tasks, key, self.fresh_episodes)
-                spent = _spent(batch, usable)
+                spent = _spent(batch, usable, adapter.spec)
             estimate = jax.vmap(adapter.estimate, (0, 0, 0, 0, 0, None, None))
             rate = adapter.config.critic.rates[0]
             critics, judged = estimate(actor, critics, batch, batch, usable, self.normaliser, rate)
@@ -292,8 +292,8 @@ class MetaAgent(eqx.Module):
             if last > 0:
                 skip = lambda carry, played, key: (carry, spent)  # noqa: E731
                 carry, spent = jax.lax.cond(number < last, update, skip, carry, played, update_key)
-            fault = jnp.where(spent.fault[:, :1] == NONE, first_fault(played), spent.fault).at[:, 2].set(number)
-            spent = replace(spent, fault=fault)
+            fault = jnp.where(spent.fault[:, :1] == NONE, first_fault(played, adapter.spec), spent.fault)
+            spent = replace(spent, fault=fault.at[:, 2].set(number))
             return carry, (played.returns[:, 0], played.costs[:, 0], played.lengths[:, 0], spent)
 
         with jax.default_matmul_precision("highest"):
@@ -312,7 +312,7 @@ def _nothing(rows: int) -> Spent:
     return Spent(updates=zero, episodes=zero, steps=zero, cost=jnp.zeros(rows), over=zero, fault=fault)
 
 
-def _spent(played: Played, budgets: jax.Array) -> Spent:
+def _spent(played: Played, budgets: jax.Array, spec: EnvSpec) -> Spent:
     """What the episodes of each row took, [row]."""
     return Spent(
         updates=jnp.ones(len(budgets), jnp.int32),
@@ -320,7 +320,7 @@ def _spent(played: Played, budgets: jax.Array) -> Spent:
         steps=played.lengths.sum(-1).astype(jnp.int32),
         cost=played.costs.sum(-1),
         over=is_over(played.costs, budgets[:, None]).sum(-1).astype(jnp.int32),
-        fault=first_fault(played),
+        fault=first_fault(played, spec),
     )
 
 
@@ -425,10 +425,11 @@ class MetaLearner:
             normaliser = normaliser.update_where(played.observation, played.valid)
         shared = jax.tree.map(lambda x: x.mean(0), critics)
         new = MetaState(actor=actor, critics=shared, normaliser=normaliser, key=key)
-        return new, _report(played, later, found) | {name: x.mean() for name, x in told.items()} | moved
+        report = _report(played, later, found, self.adapter.spec)
+        return new, report | {name: x.mean() for name, x in told.items()} | moved
 
 
-def _report(before: Played, after: Played, found: Iteration) -> dict[str, jax.Array]:
+def _report(before: Played, after: Played, found: Iteration, spec: EnvSpec) -> dict[str, jax.Array]:
     """What the log says about the episodes of a meta-iteration: those of the adapted policies, and those before."""
     over = lambda played: is_over(played.costs, found.budgets[:, None]).mean()  # noqa: E731
     return {
@@ -442,5 +443,5 @@ def _report(before: Played, after: Played, found: Iteration) -> dict[str, jax.Ar
         "over_budget_before": over(before),
         "reward_critic_loss": found.after.critic_loss[:, 0].mean(),
         "cost_critic_loss": found.after.critic_loss[:, 1].mean(),
-        "fault": first_of(jnp.stack([first_fault(before), first_fault(after)])),
+        "fault": first_of(jnp.stack([first_fault(played, spec) for played in (before, after)])),
     }

@@ -8,6 +8,7 @@ from safeicrl.agents.api import with_options
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.errors import UserError
 from safeicrl.files import check_output
+from safeicrl.machine.callbacks import own_errors
 from safeicrl.optimisers.guard_fit import GuardFitConfig, GuardRound, fit_guard
 from safeicrl.policies.cards import read_card, save_policy
 from safeicrl.policies.catalogue import find_policy, load_agent
@@ -18,6 +19,7 @@ FITTED = " with a fitted guard"  # added to the policy's name: its results are n
 LIMIT = "its guard was fitted afterwards: the policy has not learned to act with it"
 
 
+@own_errors()
 def add_guard(
     name_or_path: str | Path,
     out: str | Path,

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from safeicrl.envs.api import EnvSpec
+from safeicrl.envs.faults import broken_rule, keeps_promise
 from safeicrl.errors import UserError, check_budget, check_sound
 
 
@@ -42,7 +43,7 @@ def as_floats(name: str, value: Any) -> np.ndarray:
 
 
 def number_per_row(name: str, value: Any, batched: bool, rows: int, spec: EnvSpec | None = None) -> np.ndarray:
-    """A number per row, [row]; of several costs, which `spec` names, [row, cost]."""
+    """A number per row, [row]; of costs, one that `spec` allows, and of several [row, cost]."""
     if value is None:
         raise UserError(f"act needs the last step's {name}: only the first call after start leaves it out")
     array = as_floats(name, value)
@@ -51,7 +52,11 @@ def number_per_row(name: str, value: Any, batched: bool, rows: int, spec: EnvSpe
         many = f"{len(spec.costs)} numbers ({', '.join(spec.costs)})" if spec is not None and each else "one number"
         expected = f"{many} for each of {rows} rows" if batched else many
         raise UserError(f"{name} must be {expected}, got shape {array.shape}")
-    return check_sound(name, array).reshape(rows, *each)
+    kept = keeps_promise(name, check_sound(name, array), spec)
+    if not kept.all():
+        value = float(array[~kept].flat[0])
+        raise UserError(f"{broken_rule(name, value, spec)}, got {value:g}")
+    return array.reshape(rows, *each)
 
 
 def flag_per_row(name: str, value: Any, batched: bool, rows: int) -> np.ndarray:
