@@ -104,7 +104,7 @@ def fit_guard(
         on = 2 * index >= config.rounds
         acting = dataclasses.replace(
             agent, risk=jnp.float32(config.risk if on else OFF[1]), bold=OFF,
-            temperature=agent.temperature if on or not _real(agent) else agent.temperature or 1.0,
+            temperature=agent.temperature or float(_real(agent) and not on),  # greedy ones are sampled at 1
         )  # fmt: skip
         data, before = _play(env, acting, config.rows, play_key)
         refuse_fault(np.asarray(before["fault"]), env_to_plain(env)["name"], [f"round {index + 1}"], env.spec)
