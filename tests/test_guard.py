@@ -105,6 +105,20 @@ def test_one_step_cannot_see_a_trap_that_springs_at_the_second_and_two_can():
     np.testing.assert_allclose(risks(two, 2, ctg=1.0), np.zeros((2, 2)), atol=0.05)  # 1 left: the trap is paid for
 
 
+def test_a_known_cost_is_no_surprise_and_an_unknown_one_is_worth_a_nat_or_so():
+    """Action 0 never costs, action 1 always; action 2 does so every other time, and nothing tells when."""
+    coin = np.random.default_rng(1)
+    rule = lambda s, a: (0, float([0, 1, coin.integers(2)][a]))  # noqa: E731
+    features, action, cost, done = walk(rule, states=1, actions=3)
+    guard = make(spec(Discrete(3)), width=1, choices=3, depth=2, key=jax.random.key(0))
+    guard = fit(guard, features, action, cost, done)
+    found = np.asarray(eqx.filter_jit(Guard.surprise)(guard, features, action, cost))
+    by_action = [found[np.asarray(action) == a].mean() for a in range(3)]
+    np.testing.assert_allclose(by_action, [0, 0, np.log(2)], atol=0.05)
+    wrong = np.asarray(guard.surprise(features, action, 1 - cost))
+    assert wrong[np.asarray(action) < 2].min() > 3
+
+
 def slopes():
     """A body on a line: position 0–9, speed 0–2; it brakes, keeps or pushes; being at 7 or beyond costs 1."""
 
@@ -307,11 +321,11 @@ def test_the_learner_sees_the_policy_that_acted(env, levels):
         features = policy.trunk.forward(trials.token, trials.trial)
         return trials, algorithm.optimiser.policy_terms(policy, features, trials)
 
-    trials, (log_prob, entropy, loss, metrics) = play(policy)
+    trials, terms = play(policy)
     here = np.asarray(trials.learnable)
-    np.testing.assert_allclose(log_prob[here], trials.extras["log_prob"][here], atol=2e-4, rtol=1e-4)
-    assert 0 < metrics["guard_stepped_in"] < 1
-    assert np.isfinite([entropy, loss]).all()
+    np.testing.assert_allclose(terms.log_prob[here], trials.extras["log_prob"][here], atol=2e-4, rtol=1e-4)
+    assert 0 < terms.metrics["guard_stepped_in"] < 1
+    assert np.isfinite([terms.entropy, terms.guard_loss]).all()
     if levels or env is ROOM:
         index = policy.distribution(jnp.zeros((16, 12, 16))).index(trials.action)
         taken = np.take_along_axis(np.asarray(trials.extras["allowed"]), np.asarray(index)[..., None], -1)
@@ -319,6 +333,19 @@ def test_the_learner_sees_the_policy_that_acted(env, levels):
     else:
         moved = (trials.action != trials.extras["proposal"]).any(-1)
         np.testing.assert_array_equal(moved & here, trials.extras["stepped_in"] & moved & here)
+
+
+def test_of_real_valued_actions_the_guard_takes_the_first_whose_risk_is_tolerable():
+    """Not the least risky one: a policy that runs close to its limit would stumble over that."""
+    net = random_weights(functools.partial(PolicyNet, NetConfig(width=16, heads=2, layers=1, guard=1), BoundedPush().spec))
+    candidates = jnp.broadcast_to(jnp.array([0.9, 0.5, 0.1, 0.0])[:, None], (4, 4, 1))
+    risks = jnp.array([[0.0, 0.1, 0.2, 0.3], [0.4, 0.3, 0.015, 0.0], [0.9, 0.4, 0.5, 0.6], [0.9, 0.42, 0.4, 0.6]])
+    policy = net.distribution(jnp.zeros((4, 16)))
+    action, said = InContextAgent(net)._first_tolerable(policy, candidates, risks, 0.02)
+    np.testing.assert_allclose(action[:, 0], [0.9, 0.1, 0.5, 0.5])  # last: 0.42 is within the slack of 0.4
+    np.testing.assert_allclose(said["risk"], [0.0, 0.015, 0.4, 0.42])
+    assert said["stepped_in"].tolist() == [False, True, True, True]
+    np.testing.assert_allclose(said["proposal"], candidates[:, 0])
 
 
 def test_switched_off_the_guard_changes_nothing():

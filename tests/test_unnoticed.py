@@ -224,9 +224,9 @@ def test_both_optimisers_charge_the_price():
 
 
 def test_ppos_entropy_fades_over_the_run():
-    """So does a teacher: to a tenth, over 70% of the run."""
+    """So does a teacher: to a tenth, over 70% of the run. So does curiosity: to nothing."""
     config = PPOConfig(entropy=(1.0, 0.0), minibatch=24, epochs=1)
-    ppo = PPO(ROOM, TINY, PenaltyConfig(), config, iterations=10, rows=24, teacher=2.0)
+    ppo = PPO(ROOM, TINY, PenaltyConfig(), config, iterations=10, rows=24, teacher=2.0, curiosity=0.4)
     ppo.loss = lambda net, batch, scale, *weights: (0.0 * scale.sum(), (scale, {"weights": jnp.stack(weights)}))
     net = random_weights(ActorCritic, TINY, ROOM.spec, True)
     trials = random_rows()
@@ -238,9 +238,10 @@ def test_ppos_entropy_fades_over_the_run():
         state = PPOState(net=net, optimiser=optimiser, scale=jnp.ones(2))
         return ppo.update(state, trials, tasks, jnp.zeros(2), iteration, jax.random.key(0))[1]["weights"]
 
-    entropy, teaching = np.stack([weights(jnp.int32(i)) for i in (0, 5, 7, 10)]).T
+    entropy, teaching, curiosity = np.stack([weights(jnp.int32(i)) for i in (0, 5, 7, 10)]).T
     assert entropy == pytest.approx([1, 0.5, 0.3, 0])
     assert teaching == pytest.approx([2, 2 * (1 - 0.9 * 5 / 7), 0.2, 0.2])
+    assert curiosity == pytest.approx([0.4, 0.2, 0.12, 0])
 
 
 def test_ppos_learning_rate_rises_then_falls():

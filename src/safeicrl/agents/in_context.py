@@ -59,7 +59,7 @@ class InContextAgent(eqx.Module):
             candidates = self._candidates(policy, key)  # [row, candidate, action]
             scaled = self.net.trunk.spec.action.encode_scaled(candidates)
             risks = guard.rate(features, scaled, token.ctg, token.time)
-            return memory, *self._least_risky(policy, candidates, risks, risk)
+            return memory, *self._first_tolerable(policy, candidates, risks, risk)
         return memory, *self._allowed(policy, guard.judge(features, token.ctg, token.time, risk), key)
 
     def read(self, memory: Memory, token: Token) -> tuple[Memory, jax.Array]:
@@ -108,21 +108,21 @@ class InContextAgent(eqx.Module):
         proposal = self._choose(policy, first_key)
         return jnp.stack([proposal, *(policy.sample(k) for k in keys), jnp.full_like(proposal, policy.centre)], 1)
 
-    def _least_risky(
+    def _first_tolerable(
         self, policy: TanhNormal, candidates: jax.Array, risks: jax.Array, risk: jax.Array | float
     ) -> tuple[jax.Array, PyTree]:
-        """The policy's action if its risk is tolerable, else the least risky candidate.
+        """The policy's action if its risk is tolerable, else the first of the other candidates whose risk is.
 
-        To a learner the guard is part of the world: it learns from what it proposed.
+        So the guard changes no more than it must. To a learner it is part of the world: what counts is what was
+        proposed.
         """
-        fine = risks[:, 0] <= tolerated(risks, risk)[:, 0]
-        chosen = jnp.where(fine, 0, risks.argmin(-1))
+        chosen = (risks <= tolerated(risks, risk)).argmax(-1)  # one always is: the least risky one
         action = jnp.take_along_axis(candidates, chosen[:, None, None], 1)[:, 0]
         return action, {
             "log_prob": policy.log_prob(candidates[:, 0]),
             "proposal": candidates[:, 0],
             "risk": jnp.take_along_axis(risks, chosen[:, None], 1)[:, 0],
-            "stepped_in": ~fine,
+            "stepped_in": chosen > 0,
         }
 
 

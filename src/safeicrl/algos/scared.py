@@ -29,6 +29,7 @@ from safeicrl.penalty import PenaltyConfig, over_by_bin, update_multiplier
 from safeicrl.trial import Episodes, Trials, episode_sums, first_fault, run_trials, sample_queue
 
 OVERTIME = 3  # times as many episodes as a usual trial
+LATEST = 3  # an episode that begins late has at most a third of its steps left
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,13 @@ class ScaredConfig:
     first_risk: float | None = None  # at the start of the run, see `tolerated_risk`; None: `risk` from the start
     bold: float = 0.0  # share of the rows whose guard keeps `first_risk`, and from which λ does not learn
     overtime: float = 0.0  # share of the trials that last OVERTIME times as many episodes, see `play`
+    late: float = 0.0  # share of the trials in which half of the episodes begin near their time limit, see `parts`
     # weight at the start of the run of a cross-entropy to the actions of a hand-written explorer, which only
     # SafeDarkRoom has; a comparison, not the method (optimisers/ppo.py)
     teacher: float = 0.0
+    # weight at the start of the run of a bonus for what surprises the guard, in reward per nat; it falls to 0. Who is
+    # rewarded for finding out what costs also finds what is allowed: the last step of an episode, for example
+    curiosity: float = 0.0
     spent: float = 0.0  # share of the episodes that begin overspent, in each cost; see `draw`
     net: NetConfig = field(default_factory=NetConfig)
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
@@ -69,18 +74,21 @@ class ScaredConfig:
             raise UserError(f"rows must be a multiple of overlap, got {self.rows} and {self.overlap}")
         if self.overlap and self.optimiser != "ppo":
             raise UserError(f"overlap is for ppo, got the optimiser {self.optimiser!r}; use 0")
+        if self.overlap and self.late:
+            raise UserError(f"late is for rows that are played in turn with learning: use overlap 0, got {self.overlap}")
         check_number("budget_power", self.budget_power, 0.0, strict=True)
-        for name in ("spent", "overtime", "bold"):
+        for name in ("spent", "overtime", "bold", "late"):
             if check_number(name, getattr(self, name), 0.0) > 1:
                 raise UserError(f"{name} must be at most 1, got {getattr(self, name)}")
         if check_number("teacher", self.teacher, 0.0) and self.optimiser != "ppo":
             raise UserError(f"teacher is for ppo, got the optimiser {self.optimiser!r}; use 0")
+        check_number("curiosity", self.curiosity, 0.0)
         check_risk(self.risk)
         if self.first_risk is not None:
             check_risk(self.first_risk)
         elif self.bold:
             raise UserError(f"bold {self.bold} is the share of rows with first_risk: give one, or leave bold at 0")
-        for name in ("risk", "first_risk", "bold"):
+        for name in ("risk", "first_risk", "bold", "curiosity"):
             value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
             if value != default and not self.net.guard:
                 raise UserError(f"{name} {value} is for a guard: leave it out, or give net.guard, its depth")
@@ -106,6 +114,7 @@ class Part:
     budgets: jax.Array  # [row, queue, episode]
     lengths: jax.Array  # [row, queue] int, episodes of each trial
     key: Key
+    starts: jax.Array | None = None  # [row, queue, episode] int, the time at which each episode begins; None: 0
 
 
 @record
@@ -149,6 +158,7 @@ class Scared:
                 rows=config.rows,
                 risk=risk,
                 teacher=config.teacher,
+                curiosity=config.curiosity,
             )
         # The replay must know what a row looks like before any was played.
         key = jax.random.key(0)
@@ -291,7 +301,9 @@ class Scared:
         """One iteration's rows of trials."""
         sizes = {"episodes": self.episodes, "steps": self.steps, "segments": self.config.segments}
         parts = [
-            run_trials(self.env, agent, part.tasks, part.budgets, part.key, lengths=part.lengths, **sizes)
+            run_trials(
+                self.env, agent, part.tasks, part.budgets, part.key, lengths=part.lengths, starts=part.starts, **sizes
+            )
             for part in self.parts(tasks, budgets, key)
         ]
         return join(parts)
@@ -300,12 +312,13 @@ class Scared:
         """The groups in which an iteration's rows are played: one, or `overlap`.
 
         Some trials may go into overtime: a deployed policy does not stop at K, so training shows it what lies
-        beyond.
+        beyond. In some trials, half of the episodes begin late, with few steps left. What only the end of an
+        episode allows, such as a step after which no way back is needed, is otherwise hardly ever tried.
         """
         long = jax.random.bernoulli(jax.random.fold_in(key, 1), self.config.overtime, budgets.shape[:2])
         lengths = jnp.where(long, self.episodes, self.usual)
         if not self.config.overlap:
-            return [Part(tasks=tasks, budgets=budgets, lengths=lengths, key=key)]
+            return [Part(tasks=tasks, budgets=budgets, lengths=lengths, key=key, starts=self._starts(key, budgets))]
         keys = jax.random.split(key, self.config.overlap)
         size = len(budgets) // self.config.overlap
 
@@ -316,6 +329,15 @@ class Scared:
             )
 
         return [part(index) for index in range(self.config.overlap)]
+
+    def _starts(self, key: Key, budgets: jax.Array) -> jax.Array | None:
+        if not self.config.late:
+            return None
+        keys = jax.random.split(jax.random.fold_in(key, 2), 3)
+        each, limit = (*budgets.shape[:2], self.episodes), self.env.spec.max_steps
+        trial = jax.random.bernoulli(keys[0], self.config.late, each[:2])[:, :, None]
+        left = jax.random.randint(keys[2], each, 1, max(limit // LATEST, 1) + 1)
+        return jnp.where(trial & jax.random.bernoulli(keys[1], 0.5, each), limit - left, 0)
 
     def draw(self, key: Key) -> tuple[PyTree, jax.Array]:
         """Training tasks [row, queue] and the budgets of their episodes, [row, queue, episode].

@@ -124,17 +124,27 @@ class Guard(eqx.Module):
         `known` the steps whose successor, where there is one, is the next in the row.
         """
         logits = self.logits(features, None if self.choices else action)  # [row, time, depth, threshold(, action)]
-        taken = logits
-        if self.choices:
-            taken = jnp.take_along_axis(logits, action[..., None, None, None], -1)[..., 0]
+        taken = self._taken(logits, action)
         targets = self._targets(features, logits, cost, done)
-        losses = jnp.maximum(taken, 0) - taken * targets + jnp.log1p(jnp.exp(-jnp.abs(taken)))
+        losses = _cross_entropy(taken, targets)
         weight = known / jnp.maximum(known.sum(), 1)
         return (losses.sum((-1, -2)) * weight).sum() / self.depth, {
             "guard_loss": (losses[..., 0, 0] * weight).sum(),
             "guard_predicted": (jax.nn.sigmoid(taken[..., 0, 0]) * weight).sum(),
             "guard_observed": (targets[..., 0, 0] * weight).sum(),
         }
+
+    def surprise(self, features: jax.Array, action: jax.Array, cost: jax.Array) -> jax.Array:
+        """−log of the chance it gave to what came, that the step would cost or not, in nats; [row, time].
+
+        Nearly 0 where the history already tells; so it is what a step has found out about the task's costs.
+        """
+        taken = self._taken(self.logits(features, None if self.choices else action), action)[..., 0, 0]
+        return jax.lax.stop_gradient(_cross_entropy(taken, (cost > NEAR * self.unit).astype(jnp.float32)))
+
+    def _taken(self, logits: jax.Array, action: jax.Array) -> jax.Array:
+        """Those of the action that was taken, [row, time, depth, threshold]."""
+        return jnp.take_along_axis(logits, action[..., None, None, None], -1)[..., 0] if self.choices else logits
 
     def _targets(self, features: jax.Array, logits: jax.Array, cost: jax.Array, done: jax.Array) -> jax.Array:
         """1 where the step's own cost exceeds the threshold, else the model's p_{d−1} of what is then left."""
@@ -156,6 +166,10 @@ class Guard(eqx.Module):
             return jax.nn.sigmoid(logits.min(-1))
         size = self.head.first.weight.shape[0] - features.shape[-1]
         return jax.nn.sigmoid(self.logits(features, jnp.zeros((*features.shape[:-1], size))))
+
+
+def _cross_entropy(logits: jax.Array, target: jax.Array) -> jax.Array:
+    return jnp.maximum(logits, 0) - logits * target + jnp.log1p(jnp.exp(-jnp.abs(logits)))
 
 
 def tolerated(chance: jax.Array, risk: jax.Array | float) -> jax.Array:

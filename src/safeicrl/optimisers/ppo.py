@@ -99,6 +99,17 @@ class Work(NamedTuple):
     order: jax.Array  # [minibatch, row] int, the rows of each
     entropy: jax.Array  # [] its weight
     teaching: jax.Array  # [] the weight of the teacher
+    curiosity: jax.Array  # [] reward for each nat of the guard's surprise
+
+
+class Terms(NamedTuple):
+    """What the policy and its guard make of a batch."""
+
+    log_prob: jax.Array  # [row, time] of what was chosen
+    entropy: jax.Array  # [] mean
+    guard_loss: jax.Array | float
+    surprise: jax.Array | float  # [row, time] nats, see Guard.surprise
+    metrics: dict[str, jax.Array]
 
 
 class PPO:
@@ -114,11 +125,13 @@ class PPO:
         rows: int,
         risk: float | None = None,
         teacher: float = 0.0,
+        curiosity: float = 0.0,
     ):
         if rows % config.minibatch:
             raise UserError(f"rows must be a multiple of ppo.minibatch, got {rows} and {config.minibatch}")
         self.env, self.net, self.penalty, self.config = env, net, penalty, config
-        self.iterations, self.rows, self.risk, self.teacher = iterations, rows, risk, teacher
+        self.iterations, self.rows, self.risk = iterations, rows, risk
+        self.teacher, self.curiosity = teacher, curiosity
         steps = iterations * config.epochs * (rows // config.minibatch)
         per_iteration = steps // max(iterations, 1)
         begin, end = config.learning_rate
@@ -189,13 +202,14 @@ class PPO:
         # a teacher leads at first, and hardly matters over the last third
         teaching = self.teacher * (1.0 - 0.9 * jnp.clip(progress / TAUGHT, 0.0, 1.0))
         order = order.reshape(-1, self.config.minibatch)
-        return Work(batch=batch, order=order, entropy=entropy, teaching=teaching)
+        curiosity = self.curiosity * (1.0 - progress)  # in the end, only the reward counts
+        return Work(batch=batch, order=order, entropy=entropy, teaching=teaching, curiosity=curiosity)
 
     def minibatch(self, state: PPOState, work: Work, rows: jax.Array) -> tuple[PPOState, dict[str, jax.Array]]:
         """One gradient step on these rows of the batch."""
         params, static = eqx.partition(state.net, eqx.is_array)
         part = over_rows(jax.tree.map(lambda x: x[rows], work.batch))
-        weights = (work.entropy, work.teaching)
+        weights = (work.entropy, work.teaching, work.curiosity)
         loss = lambda p: self.loss(eqx.combine(p, static), part, state.scale, *weights)  # noqa: E731
         grads, (scale, metrics) = jax.grad(loss, has_aux=True)(params)
         updates, optimiser = self.optimiser.update(grads, state.optimiser, params)
@@ -225,23 +239,25 @@ class PPO:
         scale: jax.Array,
         entropy: jax.Array,
         teaching: jax.Array | float = 0.0,
+        curiosity: jax.Array | float = 0.0,
     ) -> tuple:
         """Clipped surrogate + value errors − entropy + guard and teacher, over the valid steps of the rows."""
         trials = batch.trials
         features = net.policy.trunk.forward(trials.token, trials.trial)
-        log_prob, randomness, guard_loss, guard_metrics = self.policy_terms(net.policy, features, trials)
+        terms = self.policy_terms(net.policy, features, trials)
         lesson, lesson_metrics = self.lesson(net.policy, features, trials)
         critics = (net.reward_critic, net.cost_critic)
         values = jnp.stack(
             [critic(features, batch.task, trials.trial) for critic in critics]
         )  # in units of `scale`
         # Critics predict in units of `scale`, so that their errors weigh the same whatever the rewards are.
-        advantages = self.advantages(jax.lax.stop_gradient(values) * scale[:, None, None], trials)
+        bonus = curiosity * terms.surprise
+        advantages = self.advantages(jax.lax.stop_gradient(values) * scale[:, None, None], trials, bonus)
         mask = trials.learnable
 
         weight = batch.multiplier * over_budget(trials) if self.penalty.charge == "paper" else batch.multiplier
         advantage = _standardise(advantages[0] - weight * advantages[1], mask)
-        ratio = jnp.exp(log_prob - trials.extras["log_prob"])
+        ratio = jnp.exp(terms.log_prob - trials.extras["log_prob"])
         clipped = jnp.clip(ratio, 1 - self.config.clip, 1 + self.config.clip)
         actor = -_mean(jnp.minimum(ratio * advantage, clipped * advantage), mask)
 
@@ -250,12 +266,12 @@ class PPO:
         # V + A is an estimate of Q of the action taken: the off-policy optimiser logs its Q by the same names.
         q, q_cost = (_mean(t * s, mask) for t, s in zip(targets, scale, strict=True))
         metrics = {
-            **guard_metrics,
+            **terms.metrics,
             **lesson_metrics,
             "actor_loss": actor,
             "reward_critic_loss": critic[0],
             "cost_critic_loss": critic[1],
-            "entropy": randomness,
+            "entropy": terms.entropy,
             "clipped": _mean((jnp.abs(ratio - 1) > self.config.clip).astype(jnp.float32), mask),
             "kl": _mean(ratio - 1 - jnp.log(ratio), mask),
             "q": q,
@@ -263,7 +279,7 @@ class PPO:
         }
         rms = jnp.sqrt(jnp.stack([_mean((t * s) ** 2, mask) for t, s in zip(targets, scale, strict=True)]))
         scale = 0.99 * scale + 0.01 * jnp.maximum(rms, 1e-2)
-        loss = actor + self.config.value_weight * critic.sum() - entropy * randomness + guard_loss
+        loss = actor + self.config.value_weight * critic.sum() - entropy * terms.entropy + terms.guard_loss
         return loss + teaching * lesson, (scale, metrics)
 
     def lesson(self, net: PolicyNet, features: jax.Array, trials: Trials) -> tuple[Any, dict[str, jax.Array]]:
@@ -274,11 +290,11 @@ class PPO:
         agrees = _mean((trials.action == advice).astype(jnp.float32), mask)
         return -_mean(net.distribution(features).log_prob(advice), mask), {"teacher_agrees": agrees}
 
-    def policy_terms(self, net: PolicyNet, features: jax.Array, trials: Trials) -> tuple:
-        """Log-probabilities of what was chosen [row, time], mean entropy, the guard's loss and its metrics."""
+    def policy_terms(self, net: PolicyNet, features: jax.Array, trials: Trials) -> Terms:
+        """What counts of the policy in the loss, and of its guard if it has one."""
         policy, mask, guard = net.distribution(features), trials.learnable, net.guard
         if guard is None:
-            return policy.log_prob(trials.action), _mean(policy.entropy(), mask), 0.0, {}
+            return Terms(policy.log_prob(trials.action), _mean(policy.entropy(), mask), 0.0, 0.0, {})
         played: Any = policy
         if isinstance(policy, TanhNormal):  # the guard is part of the world: what counts is what was proposed
             chosen, taken = trials.extras["proposal"], self.env.spec.action.encode_scaled(trials.action)
@@ -290,14 +306,18 @@ class PPO:
             )
         loss, metrics = guard.loss(features, taken, trials.cost, trials.done, mask)
         metrics |= {"guard_stepped_in": _mean(trials.extras["stepped_in"].astype(jnp.float32), mask)}
-        return played.log_prob(chosen), _mean(played.entropy(), mask), loss, metrics
+        surprise: Any = 0.0
+        if self.curiosity:
+            surprise = guard.surprise(features, taken, trials.cost)
+            metrics |= {"surprise": _mean(surprise, mask)}
+        return Terms(played.log_prob(chosen), _mean(played.entropy(), mask), loss, surprise, metrics)
 
-    def advantages(self, values: jax.Array, trials: Trials) -> jax.Array:
-        """Advantages of reward and cost, [2, row, time]."""
+    def advantages(self, values: jax.Array, trials: Trials, bonus: jax.Array | float = 0.0) -> jax.Array:
+        """Advantages of reward, with a bonus, and of cost, [2, row, time]."""
         within_trial = reward_discount(self.config.discount, trials.trial_done)
         cost, cost_discount = charged_cost(trials, self.penalty, self.config.cost_discount)
         # Both in one scan: on a GPU its many small kernels cost more than their work.
-        signal = jnp.stack([net_reward(trials, self.penalty), cost])
+        signal = jnp.stack([net_reward(trials, self.penalty) + bonus, cost])
         discount = jnp.stack([within_trial, cost_discount])
         return gae(signal, values, discount, self.config.trace)
 
