@@ -337,7 +337,9 @@ def test_the_learner_sees_the_policy_that_acted(env, levels):
 
 def test_of_real_valued_actions_the_guard_takes_the_first_whose_risk_is_tolerable():
     """Not the least risky one: a policy that runs close to its limit would stumble over that."""
-    net = random_weights(functools.partial(PolicyNet, NetConfig(width=16, heads=2, layers=1, guard=1), BoundedPush().spec))
+    net = random_weights(
+        functools.partial(PolicyNet, NetConfig(width=16, heads=2, layers=1, guard=1), BoundedPush().spec)
+    )
     candidates = jnp.broadcast_to(jnp.array([0.9, 0.5, 0.1, 0.0])[:, None], (4, 4, 1))
     risks = jnp.array([[0.0, 0.1, 0.2, 0.3], [0.4, 0.3, 0.015, 0.0], [0.9, 0.4, 0.5, 0.6], [0.9, 0.42, 0.4, 0.6]])
     policy = net.distribution(jnp.zeros((4, 16)))

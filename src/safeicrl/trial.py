@@ -136,7 +136,7 @@ def run_trials(
     `tasks` are [row, queue]. `budgets` are [row, queue] or, one for each episode, [row, queue, episode]; an episode
     with a negative budget begins overspent. With several costs, a cost axis follows. With `lengths`, [row, queue]
     int, each trial has its own number of episodes, at most `episodes`. With `starts`, [row, queue, episode] int,
-    an episode begins at that time: its clock shows it, and the episode is cut when the clock reaches the time limit.
+    an episode begins at that time: its clock shows it, and at the time limit the episode is cut.
 
     `segments` cuts the scan so that the agent's memory can grow between them (a KV cache is read only as far as it
     is filled); the valid steps are the same for any number. Segments after the last row's last step are skipped:

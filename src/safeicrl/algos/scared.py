@@ -50,12 +50,11 @@ class ScaredConfig:
     first_risk: float | None = None  # at the start of the run, see `tolerated_risk`; None: `risk` from the start
     bold: float = 0.0  # share of the rows whose guard keeps `first_risk`, and from which λ does not learn
     overtime: float = 0.0  # share of the trials that last OVERTIME times as many episodes, see `play`
-    late: float = 0.0  # share of the trials in which half of the episodes begin near their time limit, see `parts`
+    late: float = 0.0  # share of the trials in which half of the episodes begin near the time limit, see `parts`
     # weight at the start of the run of a cross-entropy to the actions of a hand-written explorer, which only
     # SafeDarkRoom has; a comparison, not the method (optimisers/ppo.py)
     teacher: float = 0.0
-    # weight at the start of the run of a bonus for what surprises the guard, in reward per nat; it falls to 0. Who is
-    # rewarded for finding out what costs also finds what is allowed: the last step of an episode, for example
+    # reward for each nat by which what a step costs surprises the guard, at the start of the run; it falls to 0
     curiosity: float = 0.0
     spent: float = 0.0  # share of the episodes that begin overspent, in each cost; see `draw`
     net: NetConfig = field(default_factory=NetConfig)
@@ -75,7 +74,7 @@ class ScaredConfig:
         if self.overlap and self.optimiser != "ppo":
             raise UserError(f"overlap is for ppo, got the optimiser {self.optimiser!r}; use 0")
         if self.overlap and self.late:
-            raise UserError(f"late is for rows that are played in turn with learning: use overlap 0, got {self.overlap}")
+            raise UserError(f"late is for playing and learning in turn: use overlap 0, got {self.overlap}")
         check_number("budget_power", self.budget_power, 0.0, strict=True)
         for name in ("spent", "overtime", "bold", "late"):
             if check_number(name, getattr(self, name), 0.0) > 1:
@@ -302,7 +301,14 @@ class Scared:
         sizes = {"episodes": self.episodes, "steps": self.steps, "segments": self.config.segments}
         parts = [
             run_trials(
-                self.env, agent, part.tasks, part.budgets, part.key, lengths=part.lengths, starts=part.starts, **sizes
+                self.env,
+                agent,
+                part.tasks,
+                part.budgets,
+                part.key,
+                lengths=part.lengths,
+                starts=part.starts,
+                **sizes,
             )
             for part in self.parts(tasks, budgets, key)
         ]
