@@ -111,22 +111,6 @@ def test_every_trial_may_have_a_length_of_its_own():
     assert np.asarray(trials.trial_done)[1].tolist() == [False] * 5 + [True] + [False] * 3
 
 
-def test_an_episode_may_begin_late():
-    """It has only the steps that are left, and its clock says so; one that ends at the goal is not cut."""
-    env = SafeDarkRoom(size=5, obstacles=1, max_steps=4)
-    tasks = one_room(env, (0, 2), [(1, 2)], rows=1)  # the goal is two steps up
-    trials = run_trials(
-        env, Script(jnp.array([UP] * 4)), tasks, jnp.full((1, 1), 2.0), KEY,
-        episodes=4, steps=8, starts=jnp.array([[[3, 0, 2, 3]]]),
-    )  # fmt: skip
-    here = lambda x: np.asarray(x)[0, :6].tolist()  # noqa: E731
-    assert here(trials.token.episode) == [0, 1, 1, 2, 2, 3]
-    assert here(trials.token.time) == [3, 0, 1, 2, 3, 3]
-    assert here(trials.terminated) == [False, False, True, False, True, False]
-    assert here(trials.truncated) == [True, False, False, False, False, True]
-    assert np.asarray(trials.valid)[0].tolist() == [True] * 6 + [False] * 2
-
-
 def test_every_step_obeys_the_task_of_its_place_in_the_queue(random_trials):
     env, tasks, _, trials = random_trials
     rows = np.arange(64)[:, None]

@@ -129,14 +129,12 @@ def run_trials(
     steps: int,
     segments: int = 1,
     lengths: jax.Array | None = None,
-    starts: jax.Array | None = None,
 ) -> Trials:
     """Play each row's queue of trials, `episodes` episodes each, for `steps` steps.
 
     `tasks` are [row, queue]. `budgets` are [row, queue] or, one for each episode, [row, queue, episode]; an episode
     with a negative budget begins overspent. With several costs, a cost axis follows. With `lengths`, [row, queue]
-    int, each trial has its own number of episodes, at most `episodes`. With `starts`, [row, queue, episode] int,
-    an episode begins at that time: its clock shows it, and at the time limit the episode is cut.
+    int, each trial has its own number of episodes, at most `episodes`.
 
     `segments` cuts the scan so that the agent's memory can grow between them (a KV cache is read only as far as it
     is filled); the valid steps are the same for any number. Segments after the last row's last step are skipped:
@@ -151,16 +149,15 @@ def run_trials(
     budgets = jnp.broadcast_to(budgets if budgets.ndim == len(whole) else budgets[:, :, None], whole)
     lengths = jnp.full((rows, queue), episodes) if lengths is None else lengths
     reset_key, scan_key = jax.random.split(key)
-    carry = jax.vmap(enter, (None, 0, 0, 0, 0))(env, tasks, budgets, jax.random.split(reset_key, rows), starts)
+    carry = jax.vmap(enter, (None, 0, 0, 0))(env, tasks, budgets, jax.random.split(reset_key, rows))
     memory = agent.init(tasks, rows)
 
     def step(carry: tuple, key: Key) -> tuple:
         row, memory = carry
         act_key, env_key = jax.random.split(key)
         memory, action, extras = agent.act(memory, row.token, act_key)
-        advance = lambda *given: _advance(env, *given)  # noqa: E731
-        keys = jax.random.split(env_key, rows)
-        row, played = jax.vmap(advance)(row, action, tasks, budgets, lengths, keys, starts)
+        advance = lambda r, a, t, b, n, k: _advance(env, r, a, t, b, n, k)  # noqa: E731
+        row, played = jax.vmap(advance)(row, action, tasks, budgets, lengths, jax.random.split(env_key, rows))
         return (row, memory), replace(played, extras=extras)
 
     def segment(carry: tuple, keys: Key) -> tuple[tuple, Trials]:
@@ -185,13 +182,11 @@ def run_trials(
     return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), trials)
 
 
-def enter(env: Env, tasks: PyTree, budgets: jax.Array, key: Key, starts: jax.Array | None = None) -> Row:
+def enter(env: Env, tasks: PyTree, budgets: jax.Array, key: Key) -> Row:
     """A row at the first step of its first trial."""
     state, observation = env.reset(key, jax.tree.map(lambda x: x[0], tasks))
     _check_shape("first observations", observation, env.spec.observation.shape)
     token = first_token(env.spec, observation, budgets[0, 0])
-    if starts is not None:
-        token = replace(token, time=starts[0, 0])
     return Row(state=state, token=token, budget=budgets[0, 0], trial=jnp.int32(0), over=jnp.array(False))
 
 
@@ -209,13 +204,12 @@ def _advance(
     budgets: jax.Array,
     lengths: jax.Array,
     key: Key,
-    starts: jax.Array | None,
 ) -> tuple[Row, Trials]:
     """One step of one row."""
     step_key, reset_key = jax.random.split(key)
     task = jax.tree.map(lambda x: x[row.trial], tasks)
     state, step = env.step(step_key, row.state, action, task)
-    return move_on(env, row, action, state, step, tasks, budgets, lengths, reset_key, starts)
+    return move_on(env, row, action, state, step, tasks, budgets, lengths, reset_key)
 
 
 def move_on(
@@ -228,7 +222,6 @@ def move_on(
     budgets: jax.Array,
     lengths: jax.Array,
     reset_key: Key,
-    starts: jax.Array | None = None,
 ) -> tuple[Row, Trials]:
     """The row at its next step, of the next episode or trial if one is due, and what was played in this one."""
     queue, spec = len(budgets), env.spec
@@ -236,21 +229,17 @@ def move_on(
     _check_shape("observations of a step", step.observation, spec.observation.shape)
     for name in ("reward", "terminated", "truncated"):
         _check_shape(f"{name} of a step", getattr(step, name), ())
-    truncated = step.truncated
-    if starts is not None:
-        truncated = truncated | ((row.token.time + 1 >= spec.max_steps) & ~step.terminated)
-    done = step.terminated | truncated
+    done = step.terminated | step.truncated
     trial_done = done & (row.token.episode + 1 >= lengths[row.trial])
     played = Trials(
         token=row.token, budget=row.budget, action=action, reward=step.reward, cost=step.cost,
-        final_observation=step.observation, terminated=step.terminated, truncated=truncated,
+        final_observation=step.observation, terminated=step.terminated, truncated=step.truncated,
         trial_done=trial_done, trial=row.trial, valid=~row.over, extras=None,
     )  # fmt: skip
 
     trial = jnp.minimum(row.trial + trial_done, queue - 1)
     over = row.over | (trial_done & (row.trial + 1 >= queue))
-    episode = jnp.where(trial_done, 0, row.token.episode + done)
-    budget = budgets[trial, episode]
+    budget = budgets[trial, jnp.where(trial_done, 0, row.token.episode + done)]
     pick = lambda yes, a, b: jax.tree.map(lambda x, y: jnp.where(yes, x, y), a, b)  # noqa: E731
     next_task = jax.tree.map(lambda x: x[trial], tasks)
     if restart := getattr(env, "restart", None):  # it lives on the host, where a reset cannot be undone
@@ -261,8 +250,6 @@ def move_on(
         observation = jnp.where(done, fresh_observation, step.observation)
     token = next_token(row.token, observation, action, step.reward, step.cost, done, budget)
     token = pick(trial_done, first_token(env.spec, observation, budget), token)
-    if starts is not None:
-        token = replace(token, time=jnp.where(done, starts[trial, episode], token.time))
     return Row(state=state, token=token, budget=budget, trial=trial, over=over), played
 
 

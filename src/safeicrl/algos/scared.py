@@ -29,7 +29,6 @@ from safeicrl.penalty import PenaltyConfig, over_by_bin, update_multiplier
 from safeicrl.trial import Episodes, Trials, episode_sums, first_fault, run_trials, sample_queue
 
 OVERTIME = 3  # times as many episodes as a usual trial
-LATEST = 3  # an episode that begins late has at most a third of its steps left
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,6 @@ class ScaredConfig:
     first_risk: float | None = None  # at the start of the run, see `tolerated_risk`; None: `risk` from the start
     bold: float = 0.0  # share of the rows whose guard keeps `first_risk`, and from which λ does not learn
     overtime: float = 0.0  # share of the trials that last OVERTIME times as many episodes, see `play`
-    late: float = 0.0  # share of the trials in which half of the episodes begin near the time limit, see `parts`
     # weight at the start of the run of a cross-entropy to the actions of a hand-written explorer, which only
     # SafeDarkRoom has; a comparison, not the method (optimisers/ppo.py)
     teacher: float = 0.0
@@ -73,10 +71,8 @@ class ScaredConfig:
             raise UserError(f"rows must be a multiple of overlap, got {self.rows} and {self.overlap}")
         if self.overlap and self.optimiser != "ppo":
             raise UserError(f"overlap is for ppo, got the optimiser {self.optimiser!r}; use 0")
-        if self.overlap and self.late:
-            raise UserError(f"late is for playing and learning in turn: use overlap 0, got {self.overlap}")
         check_number("budget_power", self.budget_power, 0.0, strict=True)
-        for name in ("spent", "overtime", "bold", "late"):
+        for name in ("spent", "overtime", "bold"):
             if check_number(name, getattr(self, name), 0.0) > 1:
                 raise UserError(f"{name} must be at most 1, got {getattr(self, name)}")
         if check_number("teacher", self.teacher, 0.0) and self.optimiser != "ppo":
@@ -113,7 +109,6 @@ class Part:
     budgets: jax.Array  # [row, queue, episode]
     lengths: jax.Array  # [row, queue] int, episodes of each trial
     key: Key
-    starts: jax.Array | None = None  # [row, queue, episode] int, the time at which each episode begins; None: 0
 
 
 @record
@@ -300,16 +295,7 @@ class Scared:
         """One iteration's rows of trials."""
         sizes = {"episodes": self.episodes, "steps": self.steps, "segments": self.config.segments}
         parts = [
-            run_trials(
-                self.env,
-                agent,
-                part.tasks,
-                part.budgets,
-                part.key,
-                lengths=part.lengths,
-                starts=part.starts,
-                **sizes,
-            )
+            run_trials(self.env, agent, part.tasks, part.budgets, part.key, lengths=part.lengths, **sizes)
             for part in self.parts(tasks, budgets, key)
         ]
         return join(parts)
@@ -318,13 +304,12 @@ class Scared:
         """The groups in which an iteration's rows are played: one, or `overlap`.
 
         Some trials may go into overtime: a deployed policy does not stop at K, so training shows it what lies
-        beyond. In some trials, half of the episodes begin late, with few steps left. What only the end of an
-        episode allows, such as a step after which no way back is needed, is otherwise hardly ever tried.
+        beyond.
         """
         long = jax.random.bernoulli(jax.random.fold_in(key, 1), self.config.overtime, budgets.shape[:2])
         lengths = jnp.where(long, self.episodes, self.usual)
         if not self.config.overlap:
-            return [Part(tasks=tasks, budgets=budgets, lengths=lengths, key=key, starts=self._starts(key, budgets))]
+            return [Part(tasks=tasks, budgets=budgets, lengths=lengths, key=key)]
         keys = jax.random.split(key, self.config.overlap)
         size = len(budgets) // self.config.overlap
 
@@ -335,15 +320,6 @@ class Scared:
             )
 
         return [part(index) for index in range(self.config.overlap)]
-
-    def _starts(self, key: Key, budgets: jax.Array) -> jax.Array | None:
-        if not self.config.late:
-            return None
-        keys = jax.random.split(jax.random.fold_in(key, 2), 3)
-        each, limit = (*budgets.shape[:2], self.episodes), self.env.spec.max_steps
-        trial = jax.random.bernoulli(keys[0], self.config.late, each[:2])[:, :, None]
-        left = jax.random.randint(keys[2], each, 1, max(limit // LATEST, 1) + 1)
-        return jnp.where(trial & jax.random.bernoulli(keys[1], 0.5, each), limit - left, 0)
 
     def draw(self, key: Key) -> tuple[PyTree, jax.Array]:
         """Training tasks [row, queue] and the budgets of their episodes, [row, queue, episode].
