@@ -32,7 +32,7 @@ def test_a_folder_holds_all_that_hubs_expect_and_is_loaded_as_a_policy(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     assert (config["library_name"], config["net"]["guard"], config["env"]["name"]) == (
         "safeicrl",
-        2,
+        3,
         "safe-dark-room",
     )
     assert json.loads((folder / "evaluation.json").read_text())["summary"]["tasks"] == 1000
