@@ -350,6 +350,33 @@ def test_of_real_valued_actions_the_guard_takes_the_first_whose_risk_is_tolerabl
     np.testing.assert_allclose(said["proposal"], candidates[:, 0])
 
 
+def test_curiosity_is_a_reward_for_what_surprises_the_guard():
+    net = NetConfig(width=16, heads=2, layers=1, context=12, guard=2, dtype="float32")
+    config = ScaredConfig(rows=16, queue=2, net=net, curiosity=0.5, ppo=PPOConfig(minibatch=8))
+    ppo = Scared(ROOM, config).optimiser
+    policy = random_weights(functools.partial(PolicyNet, net, ROOM.spec), scale=3.0)
+
+    @eqx.filter_jit
+    def play(policy):
+        tasks, budgets = sample_queue(ROOM, "train", (0.0, 2.0), (16, 2), jax.random.key(0))
+        trials = run_trials(
+            ROOM, InContextAgent(policy, risk=0.2), tasks, budgets, jax.random.key(1), episodes=2, steps=12
+        )
+        terms = ppo.policy_terms(policy, policy.trunk.forward(trials.token, trials.trial), trials)
+        paid = dataclasses.replace(trials, reward=trials.reward + 0.5 * terms.surprise)
+        none = jnp.zeros((2, *trials.reward.shape))
+        return terms, ppo.advantages(none, trials, 0.5 * terms.surprise), ppo.advantages(none, paid)
+
+    terms, curious, paid = play(policy)
+    np.testing.assert_allclose(curious, paid, rtol=1e-5, atol=1e-6)
+    assert terms.metrics["surprise"] > 0.1
+    assert np.abs(curious[0]).max() > 0.1
+    with pytest.raises(UserError, match=r"curiosity 0\.5 is for a guard: leave it out, or give net\.guard"):
+        ScaredConfig(curiosity=0.5)
+    with pytest.raises(UserError, match=r"curiosity must be a finite number ≥ 0\.0, got -1"):
+        ScaredConfig(curiosity=-1, net=net)
+
+
 def test_switched_off_the_guard_changes_nothing():
     net = random_weights(functools.partial(PolicyNet, NetConfig(width=16, heads=2, layers=1, guard=1), ROOM.spec))
     bare = eqx.tree_at(lambda n: n.guard, net, None, is_leaf=lambda x: x is None)
