@@ -24,8 +24,8 @@ CHOSEN = {
         "temperature 0.4: on other rooms than the reported ones; the day was not recorded",
     ],
     "safe-dark-room-guard": [
-        "seed 0 of 3: does as well at a temperature of 0.4, and broke the fewest budgets, on 200 rooms of seed 1000 "
-        "(results/lab/guard/room-temperatures.json), 2026-11-18",
+        "seed 0 of 3: does as well at a temperature of 0.4, and broke the fewest budgets, on 200 rooms of seed "
+        "1000 (results/lab/guard/room-temperatures.json), 2026-11-18",
         "risk 0.001, depth 3: set before the run, by what had broken the budgets of the policy before it",
         "temperature 1: the seeds' last policies on 200 rooms of seed 1000, 2026-11-18",
         "trained on the H200 for 691 iterations; the release, with its evaluation, was written on a CPU",

@@ -148,6 +148,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         right.axhline(off[name], color=colour, linestyle="--", linewidth=1)
     right.set(xscale="log", yscale="log", xlabel="risk asked for", title="what a risk gives (dashed: guard off)")
     right.yaxis.set_major_formatter("{x:.1%}")
+    right.yaxis.set_minor_formatter(lambda x, _: f"{x:.1%}" if f"{x:e}"[0] in "25" else "")
     right.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
     for axis in (left, right):
         axis.grid(color="#e6e6e6")
