@@ -247,11 +247,7 @@ def test_every_stored_file_that_a_panel_names_is_found():
     """What is missing today, and nothing else. When a result lands, it leaves this list."""
     parts = [part for panel in panels.PANELS for part in panel.parts]
     missing = {f"{part.name}: {need.label}" for part in parts for need in find(part, STORED).missing}
-    fine = (
-        "eps-curves: Safe AD-EPS",
-        "guard-",  # fitted guards of the robots, and what the explorer taught
-    )
-    assert not {label for label in missing if not label.startswith(fine)}
+    assert missing == {"eps-curves: Safe AD-EPS"}
 
 
 def test_past_k_is_shown_by_blocks_of_k(tmp_path):
