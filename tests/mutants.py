@@ -170,8 +170,8 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
     ),
     # learning
     Mutant(
-        "price ignored by PPO", "optimisers/ppo.py", "signal = jnp.stack([net_reward(trials, self.penalty), cost])",
-        "signal = jnp.stack([trials.reward, cost])", PRICE,
+        "price ignored by PPO", "optimisers/ppo.py", "jnp.stack([net_reward(trials, self.penalty) + bonus, cost])",
+        "jnp.stack([trials.reward + bonus, cost])", PRICE,
     ),
     Mutant(
         "price ignored by DDPG", "optimisers/ddpg.py", "jnp.stack([net_reward(trials, self.penalty), cost])",

@@ -239,9 +239,8 @@ def _beyond(world: str) -> tuple[Need, ...]:
     def shipped(label: str, policy: str) -> tuple[Need, Need]:
         """Settled, and for comparison not."""
         tasks, out = PAST_K[policy], f"beyond/{policy}"
-        command = f"python bench/beyond.py {policy} --times 10 --tasks {tasks} --rows"
-        settled = f"{command} {tasks} --out results/{out}.json"
-        ring = f"{command} {min(tasks, 32)} --ring --out results/{out}-ring.json"
+        command = f"python bench/beyond.py {policy} --times 10 --tasks {tasks} --rows {tasks}"
+        settled, ring = f"{command} --out results/{out}.json", f"{command} --ring --out results/{out}-ring.json"
         return (
             Need(label=label, files=(f"{out}.json", f"{out}.npz"), command=settled),
             Need(label=f"{label}{draw.RING}", files=(f"{out}-ring.json", f"{out}-ring.npz"), command=ring),
