@@ -19,6 +19,7 @@ from common import provenance
 from rich.console import Console
 
 from safeicrl import load_policy
+from safeicrl.config import changed
 from safeicrl.files import write_json
 from safeicrl.recipes.presets import preset
 
@@ -45,9 +46,10 @@ def update_s(name: str, rows: int, steps: int, rounds: int) -> dict[str, float]:
     runs: dict[bool, Any] = {}
     for guard in (True, False):
         config = experiment.algo
-        net = config.net if guard else dataclasses.replace(config.net, guard=0)
-        ppo = dataclasses.replace(config.ppo, minibatch=rows // 2)
-        small = dataclasses.replace(config, rows=rows, steps=steps, net=net, ppo=ppo)
+        changes = {"rows": rows, "steps": steps, "ppo.minibatch": rows // 2}
+        if not guard:
+            changes |= {"net.guard": 0, "net.guard_clock": False, "risk": 0.03, "first_risk": None, "bold": 0.0}
+        small = changed(config, changes)
         algorithm = dataclasses.replace(experiment, algo=small).build()
         state = eqx.filter_jit(algorithm.init)(jax.random.key(0))
         update = eqx.filter_jit(algorithm.update)
