@@ -161,7 +161,7 @@ def test_real_valued_actions_and_costs():
     cost = jnp.maximum(action[..., 0], 0) / 2
     features, done = jnp.ones((64, 16, 2)), jnp.ones((64, 16), bool)
     guard = make(spec(Box(1, -1.0, 1.0), unit=0.0, most=0.5), width=2, choices=0, depth=1, key=jax.random.key(0))
-    assert (guard.unit, guard.thresholds) == (0.0625, 8)
+    assert (guard.unit, guard.edges) == (0.0, tuple(np.arange(9) / 16))
     guard = fit(guard, features, action, cost, done, steps=800)
     candidates = jnp.array([[[-0.8], [0.1], [0.45], [0.9]]])
     chance = eqx.filter_jit(lambda left: guard.rate(jnp.ones((1, 2)), candidates, left[None], jnp.zeros(1, int))[0])
@@ -170,6 +170,37 @@ def test_real_valued_actions_and_costs():
     np.testing.assert_array_equal(rate(0.125), [False, False, True, True])
     np.testing.assert_array_equal(rate(0.25), [False, False, False, True])
     np.testing.assert_array_equal(rate(0.5), [False] * 4)
+
+
+def test_small_costs_are_not_counted_as_large_ones():
+    """A step costs 1 of at most 5, and the guard looks 8 steps ahead: 8 in all, whatever is left of the budget.
+
+    Its edges are too few for every multiple. Each step must count as what it costs, not as the next edge.
+    """
+    features, cost = jnp.ones((8, 16, 1)), jnp.ones((8, 16))
+    action, done = jnp.zeros((8, 16), jnp.int32), jnp.zeros((8, 16), bool)
+    guard = make(spec(Discrete(1), most=5.0), width=1, choices=1, depth=8, key=jax.random.key(0))
+    assert guard.thresholds < 14
+    guard = fit(guard, features, action, cost, done, steps=800)
+    ask = lambda left: float(judge(guard, jnp.ones(1), jnp.float32(left), 0.1).risk[0])  # noqa: E731
+    found = {left: ask(left) for left in (0, 3, 12, 16, 22)}
+    assert all(found[left] > 0.9 for left in (0, 3)), found
+    assert all(found[left] < 0.1 for left in (12, 16, 22)), found
+
+
+def test_between_two_edges_the_chance_is_interpolated():
+    guard = random_weights(functools.partial(Guard, spec(Discrete(2), most=5.0), width=3, choices=2, depth=8))
+    edges = guard.edges
+    assert edges[:4] == (0, 1, 2, 3)
+    assert edges[-1] == 40
+    ask = lambda left: np.asarray(judge(guard, jnp.ones(3), jnp.float32(left), 0.1).risk)  # noqa: E731
+    low, high = edges[-3:-1]
+    share = 0.25
+    middle = np.floor(low + share * (high - low))
+    share = (middle - low) / (high - low)
+    np.testing.assert_allclose(ask(middle), (1 - share) * ask(low) + share * ask(high), rtol=1e-5)
+    np.testing.assert_array_equal(ask(middle), ask(middle + 0.9))  # costs come in units
+    np.testing.assert_allclose(ask(40), 0)
 
 
 def test_an_episodes_end_ends_the_count():

@@ -94,7 +94,7 @@ class InContextAgent(eqx.Module):
         action = self._choose(policy, first_key)
         fine = of(verdict.allowed, action)
         other = safe.mode() if self.temperature == 0 else safe.sample(second_key)
-        action = _where(fine, action, other)
+        action = where_rows(fine, action, other)
         return action, {
             "log_prob": safe.log_prob(action),
             "allowed": verdict.allowed,
@@ -134,5 +134,6 @@ def bold_rows(rows: int, share: float) -> jax.Array:
     return jnp.arange(rows) < round(share * rows)
 
 
-def _where(rows: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+def where_rows(rows: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    """`x` in the given rows, [row] bool, else `y`; both [row, ...]."""
     return jnp.where(rows.reshape((-1,) + (1,) * (x.ndim - 1)), x, y)

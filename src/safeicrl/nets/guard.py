@@ -20,7 +20,6 @@ The guard acts only where it decides something: while the rest of the budget cov
 cost, every action is allowed. If all actions are risky, the least risky ones are allowed.
 """
 
-import math
 from typing import NamedTuple
 
 import equinox as eqx
@@ -34,7 +33,7 @@ from safeicrl.nets.layers import MLP
 
 SLACK = 1.1  # an action up to this factor riskier than the safest one counts as no riskier
 PARTS = 8  # into which the largest cost of a step is cut where costs are real numbers
-THRESHOLDS = 12  # at most; more are merged, on the safe side
+EDGES = 12  # amounts of cost whose chance is predicted, about at most
 NEAR = 1e-4  # rounding of a sum of costs, in units
 
 
@@ -54,8 +53,8 @@ class Guard(eqx.Module):
     head: MLP
     choices: int = eqx.field(static=True)  # number of actions; 0: real-valued
     depth: int = eqx.field(static=True)  # steps ahead
-    unit: float = eqx.field(static=True)  # of cost, between two thresholds
-    thresholds: int = eqx.field(static=True)  # k·unit for k = 0 … thresholds − 1
+    unit: float = eqx.field(static=True)  # of which every cost is a multiple; 0: real-valued
+    edges: tuple[float, ...] = eqx.field(static=True)  # the k of p_d(k | h, a); the last one cannot be exceeded
     limit: int | None = eqx.field(static=True)  # steps of the longest episode, if the guard has a clock
 
     def __init__(self, spec: EnvSpec, *, width: int, choices: int, depth: int, key: Key, clock: bool = False):
@@ -66,11 +65,15 @@ class Guard(eqx.Module):
                 f"must be finite and above 0, got {spec.max_cost}"
             )
         self.choices, self.depth, self.limit = choices, depth, spec.max_steps if clock else None
-        most, unit = depth * spec.max_cost, spec.cost_unit or spec.max_cost / PARTS
-        self.unit = unit * max(math.ceil(most / unit / THRESHOLDS - NEAR), 1)
-        self.thresholds = math.ceil(most / self.unit - NEAR)
+        self.unit, part = spec.cost_unit, spec.cost_unit or spec.max_cost / PARTS
+        self.edges = tuple(part * count for count in spaced(round(depth * spec.max_cost / part)))
         inputs = width if choices else width + spec.action.size  # type: ignore[union-attr]
         self.head = MLP(inputs, 2 * width, depth * self.thresholds * max(choices, 1), key, scale=0.1)
+
+    @property
+    def thresholds(self) -> int:
+        """The edges that can be exceeded."""
+        return len(self.edges) - 1
 
     def logits(self, features: jax.Array, action: jax.Array | None = None) -> jax.Array:
         """Of p_d(k | h, a), [..., depth, threshold, action]; without the last axis for one real-valued action."""
@@ -86,19 +89,15 @@ class Guard(eqx.Module):
 
         `ctg` [...] is what is left of the budget, `time` [...] the steps that the episode has had.
         """
-        logits = self._ahead(self.logits(features), time, -3)
-        left = self._index(ctg)[..., None, None]
-        chance = jax.nn.sigmoid(jnp.take_along_axis(logits, jnp.clip(left, 0, self.thresholds - 1), -2)[..., 0, :])
-        chance = jnp.where(left[..., 0] >= self.thresholds, 0.0, chance)  # cannot be spent within `depth` steps
+        logits = self._ahead(self.logits(features), time, -3)  # [..., threshold, action]
+        chance = (jax.nn.sigmoid(logits) * self._weights(ctg)[..., None]).sum(-2)
         return Verdict(risk=chance, allowed=chance <= tolerated(chance, risk))
 
     def rate(self, features: jax.Array, actions: jax.Array, ctg: jax.Array, time: jax.Array) -> jax.Array:
         """The risk of real-valued candidate actions, [..., candidate] of [..., candidate, action]."""
         wide = jnp.broadcast_to(features[..., None, :], (*actions.shape[:-1], features.shape[-1]))
         logits = self._ahead(self.logits(wide, actions), time, -2)  # [..., candidate, threshold]
-        left = self._index(ctg)[..., None, None]
-        chance = jax.nn.sigmoid(jnp.take_along_axis(logits, jnp.clip(left, 0, self.thresholds - 1), -1)[..., 0])
-        return jnp.where(left[..., 0] >= self.thresholds, 0.0, chance)
+        return (jax.nn.sigmoid(logits) * self._weights(ctg)[..., None, :]).sum(-1)
 
     def _ahead(self, logits: jax.Array, time: jax.Array, axis: int) -> jax.Array:
         """Of the depths, on the given axis: the full one, or as many steps as the episode can still have.
@@ -111,9 +110,18 @@ class Guard(eqx.Module):
         depth = jnp.where((left > 0) & (left < self.depth), left, self.depth)[..., None, None, None]
         return jnp.take_along_axis(logits, depth - 1, axis).squeeze(axis)
 
-    def _index(self, left: jax.Array) -> jax.Array:
-        """The largest threshold that is not above what is left, [...] int; 0 once the budget is overspent."""
-        return jnp.floor(jnp.maximum(left, 0.0) / self.unit + NEAR).astype(jnp.int32)
+    def _weights(self, left: jax.Array) -> jax.Array:
+        """What each edge counts in the chance that the cost exceeds what is `left`: [..., threshold] of [...].
+
+        At an edge it is that edge alone, between two it is interpolated. The further, the more slowly chances fall,
+        so the result is rather too large than too small. An overspent budget is like an empty one.
+        """
+        left = jnp.maximum(left, 0.0)
+        if self.unit:
+            left = jnp.floor(left / self.unit + NEAR) * self.unit
+        gaps = np.diff(self.edges, prepend=-1.0).astype(np.float32)
+        away = left[..., None] - np.asarray(self.edges[:-1], np.float32)
+        return jnp.clip(1 - jnp.maximum(away / gaps[1:], -away / gaps[:-1]), 0.0, 1.0)
 
     def loss(
         self, features: jax.Array, action: jax.Array, cost: jax.Array, done: jax.Array, known: jax.Array
@@ -140,7 +148,7 @@ class Guard(eqx.Module):
         Nearly 0 where the history already tells; so it is what a step has found out about the task's costs.
         """
         taken = self._taken(self.logits(features, None if self.choices else action), action)[..., 0, 0]
-        return jax.lax.stop_gradient(_cross_entropy(taken, (cost > NEAR * self.unit).astype(jnp.float32)))
+        return jax.lax.stop_gradient(_cross_entropy(taken, (cost > NEAR * self.edges[1]).astype(jnp.float32)))
 
     def _taken(self, logits: jax.Array, action: jax.Array) -> jax.Array:
         """Those of the action that was taken, [row, time, depth, threshold]."""
@@ -148,15 +156,15 @@ class Guard(eqx.Module):
 
     def _targets(self, features: jax.Array, logits: jax.Array, cost: jax.Array, done: jax.Array) -> jax.Array:
         """1 where the step's own cost exceeds the threshold, else the model's p_{d−1} of what is then left."""
-        edges = self.unit * jnp.arange(self.thresholds)
-        broken = (cost[..., None] > edges + NEAR * self.unit).astype(jnp.float32)  # [row, time, threshold]
+        edges, near = np.asarray(self.edges[:-1], np.float32), NEAR * self.edges[1]
+        broken = (cost[..., None] > edges + near).astype(jnp.float32)  # [row, time, threshold]
         targets = [broken]
         if self.depth > 1:
             ahead = jax.lax.stop_gradient(self._best(features, logits))  # [row, time, depth, threshold]
             ahead = jnp.pad(ahead[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0)))  # of the next step
-            left = jnp.clip(self._index(edges - cost[..., None]), 0, self.thresholds - 1)
+            weights = self._weights(edges - cost[..., None])  # [row, time, threshold, threshold]
             for d in range(self.depth - 1):
-                later = jnp.take_along_axis(ahead[..., d, :], left, -1)
+                later = (ahead[..., d, None, :] * weights).sum(-1)
                 targets.append(jnp.where((broken > 0) | done[..., None], broken, later))
         return jnp.stack(targets, -2)  # [row, time, depth, threshold]
 
@@ -166,6 +174,13 @@ class Guard(eqx.Module):
             return jax.nn.sigmoid(logits.min(-1))
         size = self.head.first.weight.shape[0] - features.shape[-1]
         return jax.nn.sigmoid(self.logits(features, jnp.zeros((*features.shape[:-1], size))))
+
+
+def spaced(most: int) -> list[int]:
+    """From 0 to `most`: all numbers if these are few, else finer where less of the budget is left."""
+    if most <= EDGES:
+        return list(range(most + 1))
+    return sorted({0, *(round(most ** (step / EDGES)) for step in range(EDGES + 1))})
 
 
 def _cross_entropy(logits: jax.Array, target: jax.Array) -> jax.Array:

@@ -4,9 +4,10 @@ The policy's features stay as they are; only the cost model on them is learned. 
 first half of the rounds without a guard. In the second half its guard is on, but for a quarter of the rows: the
 guard then meets the situations it will judge, and still sees what it forbids.
 
-A trained policy's real-valued actions hardly vary, so what it plays says little about the other actions that a
-guard must judge: the policy's samples, and the fallback, the middle of the range. Therefore a greedy policy is
-sampled in the first half, and the quarter of the rows without a guard coasts now and then.
+A trained policy's actions hardly vary, so what it plays says little about the other actions that a guard must
+judge: what would happen if it braked, or turned back. Therefore the quarter of the rows without a guard holds some
+other action now and then, for as many steps as the guard looks ahead: any of a finite set, or the middle of a
+range, which is the guard's fallback. And a greedy policy of real-valued actions is sampled in the first half.
 """
 
 import dataclasses
@@ -20,10 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from safeicrl.agents.in_context import InContextAgent, bold_rows
+from safeicrl.agents.in_context import InContextAgent, bold_rows, where_rows
 from safeicrl.envs.api import Env, Key, PyTree
 from safeicrl.envs.faults import refuse_fault
 from safeicrl.envs.registry import env_to_plain
+from safeicrl.envs.spaces import Discrete
 from safeicrl.errors import MOST_ROWS, WIDEST, UserError, check_integer, check_number, check_risk, check_seed
 from safeicrl.nets.guard import Guard
 from safeicrl.nets.heads import PolicyNet, TanhNormal, transplanted
@@ -32,7 +34,7 @@ from safeicrl.trial import first_fault, run_trials, sample_queue
 
 QUEUE = 4  # trials a row can hold
 OFF = (0.25, 0.999)  # share of the rows that play without the guard, and the risk that comes to the same
-COAST = 0.05  # chance per step that a row begins to coast, for as many steps as the guard looks ahead
+HOLD = 0.05  # chance per step that a row begins to hold an action
 SEGMENT = 300  # steps of play, at least, before the cache of the context grows
 
 
@@ -133,29 +135,42 @@ def _real(agent: InContextAgent) -> bool:
     return agent.net.guard is not None and not agent.net.guard.choices
 
 
-class _Coasting(eqx.Module):
-    """An agent of real-valued actions, some of whose rows take the middle of the range for a few steps in a row."""
+class _Holding(eqx.Module):
+    """An agent, some of whose rows now and then take another action than their own, for a few steps in a row."""
 
     agent: InContextAgent
     steps: int = eqx.field(static=True)
 
-    def init(self, tasks: PyTree, rows: int) -> tuple[PyTree, jax.Array]:
-        """The agent's memory, and for how long each row will coast."""
-        return self.agent.init(tasks, rows), jnp.zeros(rows, jnp.int32)
+    def init(self, tasks: PyTree, rows: int) -> tuple[PyTree, jax.Array, jax.Array]:
+        """The agent's memory, the action that each row holds, and for how many more steps."""
+        held = self._other(jax.random.key(0), rows)
+        return self.agent.init(tasks, rows), held, jnp.zeros(rows, jnp.int32)
 
-    def extend(self, memory: tuple[PyTree, jax.Array], steps: int) -> tuple[PyTree, jax.Array]:
+    def extend(self, memory: tuple, steps: int) -> tuple:
         """Room for the agent's memory."""
-        return self.agent.extend(memory[0], steps), memory[1]
+        return self.agent.extend(memory[0], steps), *memory[1:]
 
-    def act(self, memory: tuple[PyTree, jax.Array], token: Token, key: Key) -> tuple[PyTree, jax.Array, PyTree]:
-        """The agent's actions, or the middle of the range."""
-        own, action, extras = self.agent.act(memory[0], token, key)
-        rows = len(memory[1])
-        begins = jax.random.bernoulli(jax.random.fold_in(key, 1), COAST, (rows,)) & bold_rows(rows, OFF[0])
-        left = jnp.where((memory[1] == 0) & begins, self.steps, memory[1])
-        centre, _ = self.agent.net.trunk.spec.action.centre_and_half()  # type: ignore[union-attr]
-        action = jnp.where((left > 0)[:, None], centre, action)
-        return (own, jnp.maximum(left - 1, 0)), action, extras
+    def act(self, memory: tuple, token: Token, key: Key) -> tuple[tuple, jax.Array, PyTree]:
+        """The agent's actions, or those that are held."""
+        own, held, left = memory
+        own, action, extras = self.agent.act(own, token, key)
+        begin_key, other_key = jax.random.split(jax.random.fold_in(key, 1))
+        rows = len(left)
+        begins = (left == 0) & jax.random.bernoulli(begin_key, HOLD, (rows,)) & bold_rows(rows, OFF[0])
+        held = where_rows(begins, self._other(other_key, rows), held)
+        left = jnp.where(begins, self.steps, left)
+        return (own, held, jnp.maximum(left - 1, 0)), where_rows(left > 0, held, action), extras
+
+    def _other(self, key: Key, rows: int) -> jax.Array:
+        """Any action of a finite set; the middle of a range."""
+        trunk = self.agent.net.trunk
+        space, levels = trunk.spec.action, trunk.config.levels
+        if isinstance(space, Discrete):
+            return jax.random.randint(key, (rows,), 0, space.n)
+        centre, half = space.centre_and_half()
+        if not levels:
+            return jnp.full((rows, space.size), centre)
+        return centre + half * (2 / (levels - 1) * jax.random.randint(key, (rows, space.size), 0, levels) - 1)
 
 
 @eqx.filter_jit
@@ -163,9 +178,9 @@ def _play(env: Env, agent: InContextAgent, rows: int, key: Key) -> tuple[Play, d
     """A round's rows, and what the guard makes of them so far; with the environment's "fault"."""
     spec, (task_key, play_key) = env.spec, jax.random.split(key)
     tasks, budgets = sample_queue(env, "train", spec.train_budget, (rows, QUEUE), task_key)
-    player = _Coasting(agent=agent, steps=agent.net.trunk.config.guard) if _real(agent) else agent
     trials = run_trials(
-        env, player, tasks, budgets, play_key, episodes=spec.episodes, steps=spec.trial_steps,
+        env, _Holding(agent=agent, steps=agent.net.trunk.config.guard),
+        tasks, budgets, play_key, episodes=spec.episodes, steps=spec.trial_steps,
         segments=max(spec.trial_steps // SEGMENT, 1),
     )  # fmt: skip
     features = agent.net.trunk.forward(trials.token, trials.trial)

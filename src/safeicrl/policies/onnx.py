@@ -308,17 +308,9 @@ class _Step:
         shape = self.const(np.array([-1, guard.depth, count, actions]))
         logits = self.op("Reshape", self.mlp(guard.head, features), shape)
         logits = self.ahead(logits, time)  # [row, threshold, action]
-        left = self.op("Div", self.op("Relu", ctg), self.const(np.float32(guard.unit)))
-        left = self.op("Floor", self.op("Add", left, self.const(np.float32(guards.NEAR))))
-        left = self.op("Cast", left, to=self.onnx.TensorProto.INT64)
-        last = self.const(np.int64(count - 1))
-        at = self.op("Reshape", self.op("Min", left, last), self.const(np.array([-1, 1, 1])))
-        at = self.op("Expand", at, self.const(np.array([1, 1, actions])))
-        chance = self.op(
-            "Sigmoid", self.op("Squeeze", self.op("GatherElements", logits, at, axis=1), self.const(np.array([1])))
-        )
-        enough = self.op("Unsqueeze", self.op("Greater", left, last), self.const(np.array([1])))
-        chance = self.op("Where", enough, self.const(np.float32(0)), chance)
+        weights = self.op("Unsqueeze", self.edge_weights(ctg), self.const(np.array([2])))
+        chance = self.op("Mul", self.op("Sigmoid", logits), weights)
+        chance = self.op("ReduceSum", chance, self.const(np.array([1])), keepdims=0)  # [row, action]
         least = self.op("ReduceMin", chance, self.const(np.array([1])), keepdims=1)
         slack = self.op("Mul", least, self.const(np.float32(guards.SLACK)))
         allowed = self.op("LessOrEqual", chance, self.op("Max", risk, slack))
@@ -330,6 +322,22 @@ class _Step:
         fine = total(self.real(allowed), asked)
         self.output("stepped_in", self.op("Less", fine, self.const(np.float32(0.5))), np.bool_, ["row"])
         return safe
+
+    def edge_weights(self, ctg: str) -> str:
+        """`Guard._weights`: [row, threshold]."""
+        guard = self.net.guard
+        assert guard is not None
+        left, number = self.op("Relu", ctg), lambda x: self.const(np.asarray(x, np.float32))
+        if guard.unit:
+            units = self.op("Add", self.op("Div", left, number(guard.unit)), number(guards.NEAR))
+            left = self.op("Mul", self.op("Floor", units), number(guard.unit))
+        gaps = np.diff(guard.edges, prepend=-1.0)
+        away = self.op("Unsqueeze", left, self.const(np.array([1])))
+        away = self.op("Sub", away, number(guard.edges[:-1]))  # [row, threshold]
+        above = self.op("Div", away, number(gaps[1:]))
+        below = self.op("Div", away, number(-gaps[:-1]))
+        share = self.op("Sub", number(1), self.op("Max", above, below))
+        return self.op("Clip", share, number(0), number(1))
 
     def ahead(self, logits: str, time: str) -> str:
         """`Guard._ahead`: of [row, depth, threshold, action], those of the depth that counts at this time."""
