@@ -84,22 +84,18 @@ class InContextAgent(eqx.Module):
         return policy.mode() if self.temperature == 0 else policy.sample(key)
 
     def _allowed(self, policy: Categorical | Levels, verdict: Verdict, key: Key) -> tuple[jax.Array, PyTree]:
-        """The policy's action if the guard allows it, else one drawn from what it allows.
+        """The policy's action if the guard allows it, else another one: the policy restricted to what is allowed.
 
-        Both ways together are the policy restricted to the allowed actions.
+        Both are drawn with the same noise. So the restricted draw is the policy's own, if that is allowed.
         """
-        safe = policy.restricted(verdict.allowed)
+        free, safe = policy.restricted(jnp.array(True)), policy.restricted(verdict.allowed)
+        proposal, action = (x.mode() if self.temperature == 0 else x.sample(key) for x in (free, safe))
         of = lambda values, action: jnp.take_along_axis(values, policy.index(action)[:, None], -1)[:, 0]  # noqa: E731
-        first_key, second_key = jax.random.split(key)
-        action = self._choose(policy, first_key)
-        fine = of(verdict.allowed, action)
-        other = safe.mode() if self.temperature == 0 else safe.sample(second_key)
-        action = where_rows(fine, action, other)
         return action, {
             "log_prob": safe.log_prob(action),
             "allowed": verdict.allowed,
             "risk": of(verdict.risk, action),
-            "stepped_in": ~fine,
+            "stepped_in": ~of(verdict.allowed, proposal),
         }
 
     def _candidates(self, policy: TanhNormal, key: Key) -> jax.Array:
@@ -132,8 +128,3 @@ def bold_rows(rows: int, share: float) -> jax.Array:
     A guard learns from what is played. What it forbids is played no more, and a wrong verdict would stand for ever.
     """
     return jnp.arange(rows) < round(share * rows)
-
-
-def where_rows(rows: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-    """`x` in the given rows, [row] bool, else `y`; both [row, ...]."""
-    return jnp.where(rows.reshape((-1,) + (1,) * (x.ndim - 1)), x, y)

@@ -156,7 +156,7 @@ class Guard(eqx.Module):
 
     def _targets(self, features: jax.Array, logits: jax.Array, cost: jax.Array, done: jax.Array) -> jax.Array:
         """1 where the step's own cost exceeds the threshold, else the model's p_{d−1} of what is then left."""
-        edges, near = np.asarray(self.edges[:-1], np.float32), NEAR * self.edges[1]
+        edges, near = jnp.asarray(self.edges[:-1]), NEAR * self.edges[1]
         broken = (cost[..., None] > edges + near).astype(jnp.float32)  # [row, time, threshold]
         targets = [broken]
         if self.depth > 1:

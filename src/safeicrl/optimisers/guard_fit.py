@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from safeicrl.agents.in_context import InContextAgent, bold_rows, where_rows
+from safeicrl.agents.in_context import InContextAgent, bold_rows
 from safeicrl.envs.api import Env, Key, PyTree
 from safeicrl.envs.faults import refuse_fault
 from safeicrl.envs.registry import env_to_plain
@@ -157,9 +157,9 @@ class _Holding(eqx.Module):
         begin_key, other_key = jax.random.split(jax.random.fold_in(key, 1))
         rows = len(left)
         begins = (left == 0) & jax.random.bernoulli(begin_key, HOLD, (rows,)) & bold_rows(rows, OFF[0])
-        held = where_rows(begins, self._other(other_key, rows), held)
+        held = _in_rows(begins, self._other(other_key, rows), held)
         left = jnp.where(begins, self.steps, left)
-        return (own, held, jnp.maximum(left - 1, 0)), where_rows(left > 0, held, action), extras
+        return (own, held, jnp.maximum(left - 1, 0)), _in_rows(left > 0, held, action), extras
 
     def _other(self, key: Key, rows: int) -> jax.Array:
         """Any action of a finite set; the middle of a range."""
@@ -171,6 +171,11 @@ class _Holding(eqx.Module):
         if not levels:
             return jnp.full((rows, space.size), centre)
         return centre + half * (2 / (levels - 1) * jax.random.randint(key, (rows, space.size), 0, levels) - 1)
+
+
+def _in_rows(rows: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    """`x` in the given rows, [row] bool, else `y`; both [row, ...]."""
+    return jnp.where(rows.reshape((-1,) + (1,) * (x.ndim - 1)), x, y)
 
 
 @eqx.filter_jit
