@@ -29,7 +29,7 @@ from safeicrl.envs.safe_velocity import SUBSTEPS
 from safeicrl.files import write_json
 from safeicrl.overlap.overlapped import Overlapped
 from safeicrl.recipes.presets import preset
-from safeicrl.train import judge
+from safeicrl.training.steps import judge
 
 PRESETS = {"half_cheetah": "half-cheetah", "ant": "ant"}
 LINES = [

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from standin import ROOM, TableAlgorithm, TableConfig
 
-from safeicrl import train as trainer
 from safeicrl.envs.mujoco import physics
 from safeicrl.evaluation.results import Results
 from safeicrl.files import write_json
 from safeicrl.machine import devices
 from safeicrl.train import EvalConfig, TrainConfig, train
+from safeicrl.training import best
 
 EVALUATION = EvalConfig(every=0, tasks=13, rows=5)
 NOTHING = np.ones((1, 4))
@@ -36,7 +36,7 @@ def runs(folder: Path) -> None:
 
     go("one", 6, 1)
     go("eight", 6, 8, seeds=2)  # two groups of four
-    trainer.evaluate = lambda *_, **__: EMPTY  # the other need not be evaluated for each number of devices
+    best.evaluate = lambda *_, **__: EMPTY  # the other need not be evaluated for each number of devices
     go("four-one-four", 2, 4)
     go("four-one-four", 4, 1)
     go("four-one-four", 6, 4)

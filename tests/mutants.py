@@ -127,7 +127,7 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
         "jax.random.fold_in(run_key, 0)", KEYS,
     ),
     Mutant(
-        "baselines not wiped in training's evaluation", "train.py", "wipe=options.wipe)", "wipe=False)",
+        "baselines not wiped in training's evaluation", "training/best.py", "wipe=options.wipe)", "wipe=False)",
         f"{UNNOTICED}a_baseline_is_wiped_in_its_evaluation",
     ),
     # several costs
@@ -258,7 +258,8 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
         "test_sound.py::test_training_refuses_a_negative_cost_and_keeps_what_it_had",
     ),
     Mutant(
-        "training learns from a negative cost", "train.py", "    finite &= fault[0] == NONE", "    finite &= True",
+        "training learns from a negative cost", "training/steps.py",
+        "    finite &= fault[0] == NONE", "    finite &= True",
         "test_sound.py::test_training_refuses_a_negative_cost_and_keeps_what_it_had",
     ),
     Mutant(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from safeicrl import budgets, cli, penalty, train
+from safeicrl import budgets, cli, penalty
 from safeicrl.agents.reference import RandomAgent
 from safeicrl.algos import registry as algorithms
 from safeicrl.algos.scared import Scared, ScaredConfig, summary
@@ -37,6 +37,8 @@ from safeicrl.penalty import PenaltyConfig
 from safeicrl.policies.onnx import export_onnx
 from safeicrl.policies.policy import Policy
 from safeicrl.show.play.worlds import _check as check_shown
+from safeicrl.training import progress
+from safeicrl.training.status import Status
 from safeicrl.trial import Episodes, episode_sums, first_fault, run_trials, sample_queue
 
 ENV = Workshop()
@@ -285,11 +287,11 @@ def test_training_says_each_cost_by_name(learned):
             pass
 
     sink = Sink()
-    train._log_evaluation([learned[0]], train.Status(), [sink], sink)
+    progress.log_evaluation([learned[0]], Status(), [sink], sink)
     heat = learned[0].by_cost()["heat"]
     assert sink.values["eval/costs/heat"] == pytest.approx(heat.costs.mean())
     assert sink.values["eval/over_budgets/heat"] == pytest.approx(heat.over.mean())
-    line = train._numbers({name: np.asarray(value).mean() for name, value in learned[3].items()})
+    line = progress._numbers({name: np.asarray(value).mean() for name, value in learned[3].items()})
     assert "  heat 0." in line or "  heat 1." in line
     assert "  noise " in line
 

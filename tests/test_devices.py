@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from standin import ROOM, TableAlgorithm, TableConfig
 
-from safeicrl import train as trainer
 from safeicrl.cli import main
 from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import load_results
@@ -22,6 +21,7 @@ from safeicrl.log import read_metrics
 from safeicrl.machine import devices, hosts
 from safeicrl.policies import checkpoint
 from safeicrl.train import EvalConfig, TrainConfig, train
+from safeicrl.training import best
 
 HERE = Path(__file__).parent
 ONES = np.ones((1, 4))
@@ -192,7 +192,7 @@ def test_a_lost_process_ends_the_run_which_then_goes_on(tmp_path, monkeypatch):
     reached = meta["status"]["iteration"]
     config = TrainConfig(iterations=reached + 1, evaluation=EvalConfig(every=0))
     algorithm = TableAlgorithm(env=ROOM, config=TableConfig())
-    monkeypatch.setattr(trainer, "evaluate", lambda *_, **__: EMPTY)
+    monkeypatch.setattr(best, "evaluate", lambda *_, **__: EMPTY)
     trained = train(algorithm, config, out=folder, resume=True)
     alone = train(algorithm, config, out=tmp_path / "alone")
     assert int(trained.state.step) == reached + 1

@@ -14,6 +14,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,7 +23,6 @@ from rich.console import Console
 from standin import ROOM, TableAgent, TableAlgorithm, TableConfig
 
 from safeicrl import files
-from safeicrl import train as trainer
 from safeicrl.cli import main
 from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import load_results
@@ -33,6 +34,7 @@ from safeicrl.optimisers.lagrangian import PPOLagConfig
 from safeicrl.policies import catalogue, checkpoint
 from safeicrl.policies.cards import read_card, save_policy
 from safeicrl.train import EvalConfig, TrainConfig, train
+from safeicrl.training import best, start, steps
 
 EVERY_EIGHTH = {0: ("full",), 4: ("short",)}
 QUIET = Console(file=io.StringIO())
@@ -170,18 +172,19 @@ def made_up(*_):
 
 def test_train(tmp_path, monkeypatch):
     algorithm = TableAlgorithm(env=ROOM, config=TableConfig())
-    first = algorithm.init(trainer.jax.random.key(0))
-    monkeypatch.setattr(trainer, "_compile", made_up)
-    monkeypatch.setattr(trainer, "_init", lambda *_: first)
-    monkeypatch.setattr(trainer.eqx, "filter_eval_shape", lambda *_: first)
-    monkeypatch.setattr(trainer.eqx, "filter_jit", lambda function: function)
+    first = algorithm.init(jax.random.key(0))
+    monkeypatch.setattr(steps, "_compile", made_up)
+    monkeypatch.setattr(start, "first_state", lambda *_: first)
+    monkeypatch.setattr(eqx, "filter_eval_shape", lambda *_: first)
+    monkeypatch.setattr(eqx, "filter_jit", lambda function: function)
     about = dict.fromkeys(("command", "device", "safeicrl", "jax", "date"))
-    monkeypatch.setattr(trainer, "surroundings", lambda: about)
+    for module in (start, best):
+        monkeypatch.setattr(module, "surroundings", lambda: about)
 
     def better(*_, meta, **__):
         return dataclasses.replace(RESULTS, returns=RESULTS.returns * meta["iteration"], meta=meta)
 
-    monkeypatch.setattr(trainer, "evaluate", better)
+    monkeypatch.setattr(best, "evaluate", better)
     settings = TrainConfig(iterations=2, checkpoint_minutes=0.0, evaluation=EvalConfig(every=2))
 
     def work(folder):

@@ -250,7 +250,7 @@ def test_a_finished_run_can_be_resumed_without_a_trace(tmp_path):
 
 def test_a_run_killed_in_its_last_evaluation_has_lost_nothing(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("safeicrl.train._log_evaluation", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("safeicrl.training.best.log_evaluation", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             train(ALGORITHM, QUICK, out=tmp_path)
     ended = train(ALGORITHM, QUICK, out=tmp_path, resume=True)

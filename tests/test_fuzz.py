@@ -46,7 +46,7 @@ from safeicrl.recipes import recipe
 from safeicrl.recipes.grid import Plan, open_index
 from safeicrl.recipes.presets import preset
 from safeicrl.show.report.sweep import sweep_panels
-from safeicrl.train import TrainConfig, describe
+from safeicrl.training.settings import TrainConfig, describe
 
 CASES = {
     "command lines": 80, "cards": 60, "configs": 120, "runs": 50, "results": 50, "logs": 40, "acting": 50,

@@ -26,6 +26,7 @@ ROOMS = (
     ("evaluation",),
     ("policies",),
     ("overlap",),
+    ("training",),
     ("train",),
     ("recipes",),
     ("show",),

@@ -14,10 +14,11 @@ import pytest
 from rich.console import Console
 from test_train import same_arrays, timeless
 
-from safeicrl import train as trainer
+from safeicrl.algos.api import METRICS
 from safeicrl.algos.scared import Scared, ScaredConfig
 from safeicrl.envs.api import record
 from safeicrl.envs.dark_mujoco import SafeDarkPoint
+from safeicrl.envs.faults import NO_FAULT
 from safeicrl.envs.mujoco import physics
 from safeicrl.envs.safe_velocity import SafeVelocityAnt, SafeVelocityHalfCheetah
 from safeicrl.errors import UserError
@@ -28,6 +29,8 @@ from safeicrl.optimisers.ppo import PPOConfig
 from safeicrl.overlap.lanes import Lanes, Stopped, check_env
 from safeicrl.overlap.overlapped import Overlapped
 from safeicrl.train import EvalConfig, TrainConfig, train
+from safeicrl.training import steps
+from safeicrl.training.state import first_state
 from safeicrl.trial import run_trials
 
 ENV = SafeVelocityHalfCheetah(max_steps=3, episodes=2)
@@ -42,8 +45,8 @@ ALGORITHM = Scared(ENV, CONFIG)
 @pytest.fixture(scope="module")
 def step():
     """An iteration with everything compiled, and the first state."""
-    state = eqx.filter_jit(trainer._init)(ALGORITHM, 0, 1)
-    found = Overlapped(ALGORITHM, state, functools.partial(trainer.judge, ALGORITHM))
+    state = eqx.filter_jit(first_state)(ALGORITHM, 0, 1)
+    found = Overlapped(ALGORITHM, state, functools.partial(steps.judge, ALGORITHM))
     yield found, state
     found.close()
 
@@ -101,9 +104,9 @@ class State:
 def test_a_bad_iteration_is_undone_but_the_next_player_moves_on():
     old = State(value=np.ones(1), player=np.zeros(1), key=1)
     new = State(value=np.full(1, np.nan), player=np.ones(1), key=2)
-    metrics = {name: np.zeros(1) for name in trainer.METRICS} | {"fault": trainer.NO_FAULT}
+    metrics = {name: np.zeros(1) for name in METRICS} | {"fault": NO_FAULT}
     for algorithm, player in ((SimpleNamespace(moves_on=("player",)), 1), (SimpleNamespace(), 0)):
-        kept, judged = trainer.judge(algorithm, old, new, metrics)
+        kept, judged = steps.judge(algorithm, old, new, metrics)
         assert (float(kept.value[0]), float(kept.player[0]), kept.key) == (1, player, 2)
         assert bool(judged["rolled_back"])
 
@@ -121,8 +124,8 @@ def lane_threads() -> list[threading.Thread]:
 
 def test_a_resumed_run_is_the_uninterrupted_one_and_says_who_waited(step, tmp_path, monkeypatch):
     threads = lane_threads()
-    monkeypatch.setattr(trainer, "_compile_overlapped", lambda *_: renewed(step[0]))
-    monkeypatch.setattr(trainer._Run, "evaluate", lambda self, state: [])
+    monkeypatch.setattr(steps, "_compile_overlapped", lambda *_: renewed(step[0]))
+    monkeypatch.setattr("safeicrl.train._Run.evaluate", lambda self, state: [])
     config = TrainConfig(iterations=3, checkpoint_minutes=9.0, evaluation=EvalConfig(every=0))
     quiet = Console(quiet=True)
     train(ALGORITHM, config, out=tmp_path / "whole", console=quiet)

@@ -34,7 +34,8 @@ from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers import episodes, lagrangian
 from safeicrl.policies import checkpoint
 from safeicrl.policies.policy import Policy
-from safeicrl.train import EvalConfig, Status, TrainConfig, _refuse_faults, train
+from safeicrl.train import EvalConfig, TrainConfig, _refuse_faults, train
+from safeicrl.training.status import Status
 from safeicrl.trial import first_fault
 
 PUSH = Push().spec  # episodes of at most 4 steps

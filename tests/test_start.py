@@ -11,7 +11,6 @@ from networks import random_weights
 from rich.console import Console
 from standin import ROOM, TableAlgorithm, TableConfig
 
-from safeicrl import train as module
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.agents.mlp import MlpAgent
 from safeicrl.algos.scared import Scared, ScaredConfig
@@ -22,7 +21,10 @@ from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers.ddpg import DDPGConfig
 from safeicrl.optimisers.ppo import PPOConfig
 from safeicrl.policies.cards import save_policy
-from safeicrl.train import EvalConfig, Status, TrainConfig, train
+from safeicrl.train import EvalConfig, TrainConfig, train
+from safeicrl.training import state as states
+from safeicrl.training.start import _beginning
+from safeicrl.training.status import Status, limit_reached
 
 NET = NetConfig(width=8, layers=1, heads=2, context=20)
 VARIANT = dataclasses.replace(ROOM, max_steps=7, train_budget=(0.0, 5.0))  # a variant of the policy's own room
@@ -46,7 +48,7 @@ def released(path, **net) -> PolicyNet:
 
 def zeros(algorithm, seeds=1):
     """A first state with nothing in it, without a program to compile."""
-    shapes = eqx.filter_eval_shape(module._init, algorithm, 0, seeds)
+    shapes = eqx.filter_eval_shape(states.first_state, algorithm, 0, seeds)
     is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)  # noqa: E731
 
     def fill(x):
@@ -58,7 +60,7 @@ def zeros(algorithm, seeds=1):
 
 
 def first_state(algorithm, start, seeds=1):
-    return module._beginning(algorithm, str(start))(zeros(algorithm, seeds), seeds).optimiser
+    return _beginning(algorithm, str(start))(zeros(algorithm, seeds), seeds).optimiser
 
 
 def same(one, other) -> bool:
@@ -156,4 +158,4 @@ def test_however_short_the_time_a_run_learns_something_and_a_resumed_one_says_th
     said = capsys.readouterr().out
     assert "has done its 1 iteration; a larger --iterations goes on" in said
     assert "done after 1 iteration, " in said
-    assert module._limit_reached(more, Status(iteration=12)).startswith("has done 12 iterations, more than 1;")
+    assert limit_reached(more, Status(iteration=12)).startswith("has done 12 iterations, more than 1;")

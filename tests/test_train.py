@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from standin import ROOM, TableAgent, TableAlgorithm, TableConfig
 
-from safeicrl import train as trainer
 from safeicrl.algos.api import METRICS
 from safeicrl.envs.api import replace
 from safeicrl.errors import UserError
@@ -25,6 +24,7 @@ from safeicrl.log import read_metrics
 from safeicrl.machine.signals import GRACE, StopRequest
 from safeicrl.policies import cards, checkpoint
 from safeicrl.train import EvalConfig, TrainConfig, train
+from safeicrl.training import best
 
 ALGORITHM = TableAlgorithm(env=ROOM, config=TableConfig())
 EVALUATION = EvalConfig(every=0, tasks=20, rows=20)
@@ -71,7 +71,7 @@ def scripted(env, agent, *, label, meta, **_) -> Results:
 def whole(tmp_path_factory) -> Path:
     """A run whose policy is evaluated after every iteration, by `SCRIPT`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "evaluate", scripted)
+        patch.setattr(best, "evaluate", scripted)
         return train(ALGORITHM, config(evaluation=EVERY), out=tmp_path_factory.mktemp("whole")).folder
 
 
@@ -98,7 +98,7 @@ def same_best(one: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("at", ["best-seed0.json", "best-seed0-evaluation.json"])
 def test_a_run_killed_between_the_files_of_its_best_policy_mends_them(whole, tmp_path, monkeypatch, at):
-    monkeypatch.setattr(trainer, "evaluate", scripted)
+    monkeypatch.setattr(best, "evaluate", scripted)
     replace, seen = os.replace, []
 
     def killed(source, target):

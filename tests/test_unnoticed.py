@@ -16,7 +16,6 @@ from rich.console import Console
 from standin import ROOM as TABLE_ROOM
 from standin import TableAlgorithm, TableConfig
 
-from safeicrl import train as trainer
 from safeicrl.agents.api import WipedAgent
 from safeicrl.agents.reference import RandomAgent
 from safeicrl.algos.scared import Scared, ScaredConfig, ScaredState
@@ -39,6 +38,8 @@ from safeicrl.penalty import PenaltyConfig, net_reward
 from safeicrl.policies.cards import read_card
 from safeicrl.tokens import usable_budget
 from safeicrl.train import EvalConfig, TrainConfig
+from safeicrl.training import best
+from safeicrl.training.status import Status
 from safeicrl.trial import episode_sums, run_trials, sample_queue
 
 TINY = NetConfig(width=8, layers=1, heads=1)
@@ -99,12 +100,12 @@ def test_a_baseline_is_wiped_in_its_evaluation(tmp_path, monkeypatch, wipe, word
         assert isinstance(agent, WipedAgent) == wipe
         return results(np.ones((2, 3)), **meta)
 
-    monkeypatch.setattr(trainer, "evaluate", watched)
+    monkeypatch.setattr(best, "evaluate", watched)
     algorithm = TableAlgorithm(env=TABLE_ROOM, config=TableConfig())
-    status, quiet = trainer.Status(best=[None]), Terminal(Console(file=io.StringIO()))
+    status, quiet = Status(best=[None]), Terminal(Console(file=io.StringIO()))
     settings = TrainConfig(evaluation=EvalConfig(wipe=wipe))
     state = types.SimpleNamespace(table=jnp.zeros((9, 5)))
-    trainer._evaluate(algorithm, settings, tmp_path, state, status, [], quiet, None)
+    best.evaluate_seeds(algorithm, settings, tmp_path, state, status, [], quiet, None)
     assert read_card(tmp_path / "best-seed0.json")["evaluation"]["context"] == words
 
 

@@ -11,7 +11,7 @@ import tyro
 from safeicrl.errors import UserError
 from safeicrl.recipes.presets import Line
 from safeicrl.recipes.recipe import Recipe, Stage
-from safeicrl.train import TrainConfig
+from safeicrl.training.settings import TrainConfig
 
 # What to train, and where: name → type, help.
 CHOICES: dict[str, tuple[Any, str]] = {

@@ -29,7 +29,7 @@ from safeicrl.optimisers.ddpg import DDPGConfig, paper_config
 from safeicrl.optimisers.ppo import PPOConfig
 from safeicrl.penalty import PenaltyConfig
 from safeicrl.recipes.recipe import Experiment, Recipe, Stage
-from safeicrl.train import EvalConfig, TrainConfig
+from safeicrl.training.settings import EvalConfig, TrainConfig
 
 # The trained baselines of a world. Both play single episodes. The privileged one is told the hidden task and bounds
 # the policy from above; the memoryless one is told nothing and bounds it from below.

@@ -12,7 +12,7 @@ from safeicrl.envs.registry import env_from_plain, parse_parameters
 from safeicrl.errors import UserError, check_integer
 from safeicrl.files import RECIPE, read_json, stage_folder, write_json
 from safeicrl.provenance import surroundings
-from safeicrl.train import TrainConfig, describe
+from safeicrl.training.settings import TrainConfig, describe
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # of a stage: it is the end of a folder's name
 

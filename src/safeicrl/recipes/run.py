@@ -29,7 +29,10 @@ from safeicrl.policies.catalogue import changed_env, load_agent, run_policies
 from safeicrl.policies.contenders import released
 from safeicrl.policies.export import best_seed, export_policy
 from safeicrl.recipes.recipe import Recipe, load_progress, load_recipe, save_recipe
-from safeicrl.train import EvalConfig, Status, check_start, train
+from safeicrl.train import train
+from safeicrl.training.settings import EvalConfig
+from safeicrl.training.start import check_start
+from safeicrl.training.status import Status
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,133 @@
+"""How a run begins: anew, with the networks of another run or of a policy, or at its own checkpoint."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from safeicrl.algos.api import Algorithm
+from safeicrl.config import from_plain
+from safeicrl.envs.api import PyTree
+from safeicrl.errors import UserError
+from safeicrl.files import CHECKPOINT, read_json, write_json
+from safeicrl.machine import hosts
+from safeicrl.policies import checkpoint
+from safeicrl.policies.cards import read_card
+from safeicrl.policies.catalogue import find_policy, load_agent
+from safeicrl.provenance import surroundings
+from safeicrl.training.settings import TrainConfig, describe
+from safeicrl.training.state import first_state
+from safeicrl.training.status import Status
+
+
+def _begin(
+    algorithm: Algorithm, config: TrainConfig, folder: Path, template: PyTree, resume: bool
+) -> tuple[PyTree, Status]:
+    path = folder / CHECKPOINT
+    if resume:
+        state, meta = checkpoint.load(path, template, kind="checkpoint")
+        return state, from_plain(Status, meta.get("status"), f"the status in {path}")
+    if path.exists():
+        raise UserError(f"{folder} holds a run already: resume it or choose another folder")
+    begin = None if config.start is None else _beginning(algorithm, config.start)
+    state = eqx.filter_jit(first_state)(algorithm, config.seed, config.seeds)
+    if begin is not None:
+        state = begin(state, config.seeds)
+    described = describe(algorithm.env, algorithm.config, config)
+    write_json(folder / "config.json", {**described, **surroundings()})
+    return state, Status(failures=[0] * config.seeds, best=[None] * config.seeds)
+
+
+def begin_together(
+    algorithm: Algorithm, config: TrainConfig, folder: Path, template: PyTree, resume: bool
+) -> tuple[PyTree, Status]:
+    """The state and status of a new or resumed run; of several processes, the first one tells the others."""
+    if hosts.count() == 1:
+        return _begin(algorithm, config, folder, template, resume)
+    state = template
+
+    def begin() -> dict[str, Any]:
+        nonlocal state
+        state, status = _begin(algorithm, config, folder, template, resume)
+        return dataclasses.asdict(status)
+
+    status = from_plain(Status, hosts.by_first(begin), "the status of the first process")
+    arrays, static = eqx.partition(state, lambda leaf: hasattr(leaf, "shape"))
+    return eqx.combine(hosts.arrays_of_first(arrays), static), status
+
+
+def check_start(algorithm: Algorithm, start: str) -> None:
+    """Refuse a run or a policy that `algorithm` cannot begin with."""
+    _beginning(algorithm, start)
+
+
+def _beginning(algorithm: Algorithm, start: str) -> Callable[[PyTree, int], PyTree]:
+    """What puts the networks of `start`, a run or a policy, into a first state; refused here if they do not fit."""
+    checkpointed = Path(start) / CHECKPOINT
+    if checkpointed.exists():
+        if not hasattr(algorithm, "start_from"):
+            raise UserError(f"{type(algorithm).__name__} has no 'start_from': it cannot start with a run")
+        _check_start(algorithm, Path(start))
+        return lambda state, _: _start(algorithm, state, checkpointed)
+    path = find_policy(start)
+    card = read_card(path)
+    _, agent = load_agent(path, card)
+    start_with = getattr(algorithm, "start_with", None)
+    if start_with is None:
+        raise UserError(f"{type(algorithm).__name__} cannot start with a policy; --start takes a run's folder")
+    _check_sizes(algorithm, card.get("net", {}), start)
+
+    def begin(state: PyTree, seeds: int) -> PyTree:
+        one = lambda own: start_with(own, agent)  # noqa: E731
+        return _apart(one(state) if seeds == 1 else eqx.filter_vmap(one)(state))
+
+    return begin
+
+
+def _apart(state: PyTree) -> PyTree:
+    """The same state with no array twice, as a policy and its average would be: an iteration donates them all."""
+    return jax.tree.map(lambda leaf: leaf.copy() if eqx.is_array(leaf) else leaf, state)
+
+
+def _start(algorithm: Algorithm, state: PyTree, path: Path) -> PyTree:
+    """The first state of a run that begins with the networks of another run's checkpoint.
+
+    Only the networks must fit. What else the checkpoint holds (a replay, a multiplier per episode) may have other
+    shapes, since the other run may have played shorter trials.
+    """
+    other, _ = checkpoint.load(path, state, kind="checkpoint", any_shape=True)
+    started = algorithm.start_from(state, other)
+    ours, theirs = checkpoint.named_arrays(state), checkpoint.named_arrays(started)
+    for name, array in theirs.items():
+        if array.shape != ours[name].shape:
+            raise UserError(f"{path}: array {name!r} has shape {array.shape}, expected {ours[name].shape}")
+    return _apart(started)
+
+
+def _check_start(algorithm: Algorithm, folder: Path) -> None:
+    """Refuse a run whose networks have another size."""
+    try:
+        theirs = read_json(folder / "config.json", "training run")["algo"]["config"].get("net", {})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder / 'config.json'} is not a training run: {error!r}") from None
+    _check_sizes(algorithm, theirs, folder)
+
+
+def _check_sizes(algorithm: Algorithm, theirs: dict[str, Any], start: str | Path) -> None:
+    """Refuse networks of another size. Those with other heads or levels may fit, but compute something else."""
+    ours = dataclasses.asdict(algorithm.config).get("net", {})
+    if ours and not theirs:
+        raise UserError(f"{start} has no network with width, layers and heads, as this run has")
+    differ = {}  # size: theirs, ours
+    for size in ("width", "layers", "heads", "levels"):
+        # runs of versions without levels say nothing about them
+        here, there = (net.get(size, 0 if size == "levels" else None) for net in (ours, theirs))
+        if there != here:
+            differ[size] = (there, here)
+    if differ:
+        found = "; ".join(f"has {size} {there}, this run has {here}" for size, (there, here) in differ.items())
+        options = " ".join(f"--algo.net.{size} {there}" for size, (there, _) in differ.items())
+        raise UserError(f"{start} {found}: use {options} to start from it")
