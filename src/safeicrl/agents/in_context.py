@@ -88,14 +88,15 @@ class InContextAgent(eqx.Module):
 
         Both are drawn with the same noise. So the restricted draw is the policy's own, if that is allowed.
         """
-        free, safe = policy.restricted(jnp.array(True)), policy.restricted(verdict.allowed)
-        proposal, action = (x.mode() if self.temperature == 0 else x.sample(key) for x in (free, safe))
-        of = lambda values, action: jnp.take_along_axis(values, policy.index(action)[:, None], -1)[:, 0]  # noqa: E731
+        safe, free = policy.restricted(verdict.allowed), policy.restricted(jnp.array(True))
+        drawn = free if self.temperature == 0 else free.perturbed(key)
+        proposal, action = drawn.mode(), drawn.restricted(verdict.allowed).mode()
+        asked, taken = policy.index(proposal), policy.index(action)
         return action, {
             "log_prob": safe.log_prob(action),
             "allowed": verdict.allowed,
-            "risk": of(verdict.risk, action),
-            "stepped_in": ~of(verdict.allowed, proposal),
+            "risk": jnp.take_along_axis(verdict.risk, taken[:, None], -1)[:, 0],
+            "stepped_in": asked != taken,
         }
 
     def _candidates(self, policy: TanhNormal, key: Key) -> jax.Array:

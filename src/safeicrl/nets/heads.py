@@ -55,6 +55,10 @@ class Categorical:
         """The distribution ∝ p^(1/temperature)."""
         return Categorical(logits=self.logits / temperature)
 
+    def perturbed(self, key: Key) -> "Categorical":
+        """With Gumbel noise: the mode is then a sample, also if it is restricted after that."""
+        return Categorical(logits=self.logits + jax.random.gumbel(key, self.logits.shape, self.logits.dtype))
+
     def restricted(self, allowed: jax.Array) -> "Categorical":
         """The distribution given that the action is one of those `allowed`, [..., n] bool."""
         return Categorical(logits=jnp.where(allowed, self.logits, FORBIDDEN))
@@ -200,6 +204,14 @@ class Combinations:
     def mode(self) -> jax.Array:
         """The most probable actions."""
         return self._action(self.choice.mode())
+
+    def perturbed(self, key: Key) -> "Combinations":
+        """With Gumbel noise, as that of `Categorical`."""
+        return replace(self, choice=self.choice.perturbed(key))
+
+    def restricted(self, allowed: jax.Array) -> "Combinations":
+        """The distribution given that the combination is one of those `allowed`, [..., combination]."""
+        return replace(self, choice=self.choice.restricted(allowed))
 
     def _action(self, index: jax.Array) -> jax.Array:
         number, levels = self.shape

@@ -82,8 +82,14 @@ class Ready(NamedTuple):
     program: Callable[[list[jax.Array], Token, Key, PyTree], tuple]
 
 
-def take_step(ready_token_key: tuple[Ready, Token, Key], memory: PyTree) -> tuple[PyTree, Key, jax.Array, PyTree]:
-    """One step of the agent, whose memory (a KV cache) is updated in place; last, what its guard said, if any."""
+def take_step(
+    ready_token_key: tuple[Ready, Token, Key], memory: PyTree
+) -> tuple[PyTree, Key, jax.Array, jax.Array | None]:
+    """One step of the agent, whose memory (a KV cache) is updated in place.
+
+    Last, what its guard said, if it has one: the risk and whether it stepped in, [2, row] in one array, since every
+    array that leaves the program takes time.
+    """
     ready, token, key = ready_token_key
     return ready.program(ready.arrays, token, key, memory)
 
@@ -97,9 +103,8 @@ def _program(structure: Any, others: tuple, form: Any) -> Callable:
         agent = eqx.combine(jax.tree.unflatten(structure, arrays), jax.tree.unflatten(form, others))
         next_key, key = jax.random.split(key)
         memory, action, extras = agent.act(memory, token, key)
-        said = {
-            name: extras[name] for name in ("risk", "stepped_in") if isinstance(extras, dict) and name in extras
-        }
+        guarded = isinstance(extras, dict) and "stepped_in" in extras
+        said = jnp.stack([extras["risk"], extras["stepped_in"].astype(jnp.float32)]) if guarded else None
         return memory, next_key, action, said
 
     return act
@@ -118,17 +123,18 @@ def for_trial(agent: Agent) -> dict[str, Any]:
     return {"agent": agent, "ready": Ready(arrays=leaves, program=_program(structure, tuple(others), form))}
 
 
-def reported(before: GuardReport | None, said: dict[str, jax.Array]) -> GuardReport | None:
+def reported(before: GuardReport | None, said: jax.Array | None) -> GuardReport | None:
     """The report after one more action."""
-    if not said:
+    if said is None:
         return None
-    risk, stepped_in = np.asarray(said["risk"]), np.asarray(said["stepped_in"])
-    steps, interventions = (0, 0) if before is None else (before.steps, before.interventions)
+    risk, stepped_in = np.asarray(said)
+    replaced = stepped_in > 0
+    if before is None:
+        return GuardReport(
+            risk=risk, stepped_in=replaced, steps=np.ones(len(risk), int), interventions=replaced.astype(int)
+        )
     return GuardReport(
-        risk=risk,
-        stepped_in=stepped_in,
-        steps=steps + np.ones_like(stepped_in, int),
-        interventions=interventions + stepped_in.astype(int),
+        risk=risk, stepped_in=replaced, steps=before.steps + 1, interventions=before.interventions + replaced
     )
 
 
