@@ -33,7 +33,7 @@ from safeicrl.nets.layers import MLP
 
 SLACK = 1.1  # an action up to this factor riskier than the safest one counts as no riskier
 PARTS = 8  # into which the largest cost of a step is cut where costs are real numbers
-EDGES = 12  # amounts of cost whose chance is predicted, about at most
+EDGES = 12  # at most about as many amounts of cost have a predicted chance
 NEAR = 1e-4  # rounding of a sum of costs, in units
 
 
@@ -66,7 +66,7 @@ class Guard(eqx.Module):
             )
         self.choices, self.depth, self.limit = choices, depth, spec.max_steps if clock else None
         self.unit, part = spec.cost_unit, spec.cost_unit or spec.max_cost / PARTS
-        self.edges = tuple(part * count for count in spaced(round(depth * spec.max_cost / part)))
+        self.edges = tuple(part * count for count in _spaced(round(depth * spec.max_cost / part)))
         inputs = width if choices else width + spec.action.size  # type: ignore[union-attr]
         self.head = MLP(inputs, 2 * width, depth * self.thresholds * max(choices, 1), key, scale=0.1)
 
@@ -176,7 +176,7 @@ class Guard(eqx.Module):
         return jax.nn.sigmoid(self.logits(features, jnp.zeros((*features.shape[:-1], size))))
 
 
-def spaced(most: int) -> list[int]:
+def _spaced(most: int) -> list[int]:
     """From 0 to `most`: all numbers if these are few, else finer where less of the budget is left."""
     if most <= EDGES:
         return list(range(most + 1))
