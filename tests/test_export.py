@@ -266,6 +266,13 @@ def refused(capsys, *args: str) -> str:
     return said.err
 
 
+def test_a_guard_keeps_the_risk_that_it_was_exported_with(tmp_path, capsys):
+    command = ["export", "safe-dark-room-guard", "--out", str(tmp_path / "bold"), "--risk", "0.25"]
+    assert main(command) == 0
+    assert "its card's evaluation is with a guard of risk 0.0" in capsys.readouterr().out
+    assert load_policy(tmp_path / "bold.safetensors").agent.risk == 0.25
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -283,6 +290,8 @@ def refused(capsys, *args: str) -> str:
         ("RUN --out RUN/config.json/new", "cannot make the folder"),
         ("RUN --out new --temperature -1", "temperature must be a finite number ≥ 0"),
         ("RUN --out new --temperature warm", "--temperature takes a number"),
+        ("RUN --out new --risk 0.1", r"this policy has no guard: leave out risk 0\.1"),
+        ("safe-dark-room-guard --out new --risk 1", "risk must be a number between 0 and 1, both excluded, got 1"),
         ("RUN --out new --name=", "the name of a policy must be words"),
         ("RUN --out new --limit", "Missing value for argument '--limit'"),
         ("RUN --limit --out new", "Missing value for argument '--limit'"),

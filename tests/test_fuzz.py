@@ -136,7 +136,7 @@ OPTIONS = {
     "collect": "env env-args by out tasks limits steps seed group learner.hidden learner.envs minari minari-every",
     "evaluate": "agent env env-args tasks budgets budget-count budgets-per-task episodes temperature greedy risk "
     "seed rows devices label out wipe",
-    "export": "out seed average name description temperature env-args limit evaluation overwrite",
+    "export": "out seed average name description temperature risk env-args limit evaluation overwrite",
     "fit-guard": "out overwrite depth clock risk rounds rows updates learning-rate seed",
     "compare": "upper lower last",
     "plot": "out format",

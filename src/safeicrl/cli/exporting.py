@@ -32,6 +32,7 @@ class Export:
     name: str | None = None  # the policy's name in tables and figures
     description: str | None = None  # a sentence about the policy, for the card
     temperature: float | None = None  # of its actions; what its card says by default
+    risk: float | None = None  # that its guard tolerates; what its card says by default
     env_args: tuple[str, ...] = ()  # parameters of its environment to change, e.g. engine=auto
     # a limit of the policy, to add to those on its card; may be repeated
     limit: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -54,8 +55,8 @@ def export(args: list[str]) -> None:
         )
     options: dict[str, Any] = {
         "seed": asked.seed, "average": asked.average, "name": asked.name, "description": asked.description,
-        "temperature": asked.temperature, "env_args": parse_parameters(asked.env_args, "--env-args"),
-        "limits": asked.limit, "evaluation": asked.evaluation, "overwrite": asked.overwrite,
+        "temperature": asked.temperature, "risk": asked.risk, "limits": asked.limit, "evaluation": asked.evaluation,
+        "env_args": parse_parameters(asked.env_args, "--env-args"), "overwrite": asked.overwrite,
     }  # fmt: skip
     if asked.hub is not None:
         return _export_hub(asked.policy, asked.hub, options, film=asked.film)
@@ -67,9 +68,11 @@ def export(args: list[str]) -> None:
     if asked.average:
         origin = f"the mean of {', '.join([origin, *(part['from'] for part in card['averaged_with'])])}"
     print(f"wrote {path} and {path.with_suffix('.json')}: {origin}, actions {card['actions']}")
-    evaluated = card.get("evaluation", {}).get("actions", card["actions"])
-    if evaluated != card["actions"]:
-        print(f"but its card's evaluation is of actions {evaluated}: --temperature or --evaluation make them agree")
+    evaluated, said = card.get("evaluation", {}), "but its card's evaluation is"
+    if evaluated.get("actions", card["actions"]) != card["actions"]:
+        print(f"{said} of actions {evaluated['actions']}: --temperature or --evaluation make them agree")
+    if "guard" in evaluated and evaluated["guard"] != f"risk {card['risk']:g}":
+        print(f"{said} with a guard of {evaluated['guard']}: --risk or --evaluation make them agree")
     print(f"load it:  policy = safeicrl.load_policy({str(path)!r})")
 
 

@@ -44,6 +44,7 @@ def export_policy(
     name: str | None = None,
     description: str | None = None,
     temperature: float | None = None,
+    risk: float | None = None,
     env_args: dict[str, Any] | None = None,
     limits: Sequence[str] = (),
     evaluation: str | Path | None = None,
@@ -65,14 +66,14 @@ def export_policy(
     env = changed_env(card, env_args or {})
     if env != own:
         _move(card, own, env)
-    given = {"name": name, "description": description, "temperature": temperature}
+    given = {"name": name, "description": description, "temperature": temperature, "risk": risk}
     for what, text in (("name", name), ("description", description), *(("limit", limit) for limit in limits)):
         if text is not None and not text.strip():
             raise UserError(f"the {what} of a policy must be words, got {text!r}")
     changes = {key: value for key, value in given.items() if value is not None}
     # what is given comes first: a card opens with its name
     card = {**changes, **{key: value for key, value in card.items() if key not in changes}}
-    _, how = with_options(env, agent, temperature=card.get("temperature"))
+    _, how = with_options(env, agent, temperature=card.get("temperature"), risk=risk)
     if evaluation is not None:
         card["evaluation"] = _evaluation(Path(evaluation), env, card, how)
     elif env != own:
