@@ -197,9 +197,8 @@ class Policy:
         with self._alone():
             trial = self._running("act")
             token = self._token(trial, observation, reward, cost, terminated, truncated)
-            trial.memory, trial.key, chosen, said = take_step((trial.ready, token, trial.key), trial.memory)
+            trial.memory, trial.key, trial.action, said = take_step((trial.ready, token, trial.key), trial.memory)
             trial.token, trial.guard = token, reported(trial.guard, said)
-            trial.action = np.asarray(chosen)
             if trial.fallback is not None:
                 self._stop(trial, trial.fallback)
             if not trial.warned:

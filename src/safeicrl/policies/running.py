@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from safeicrl.agents.api import Agent
+from safeicrl.agents.api import Agent, has_guard
 from safeicrl.envs.api import Env, Key, PyTree
+from safeicrl.envs.spaces import Box, Discrete
 from safeicrl.tokens import Token, first_token, next_token
 
 
@@ -80,32 +81,42 @@ class Ready(NamedTuple):
 
     arrays: list[jax.Array]
     program: Callable[[list[jax.Array], Token, Key, PyTree], tuple]
+    guarded: Discrete | Box | None  # its actions, if a guard is on
 
 
 def take_step(
     ready_token_key: tuple[Ready, Token, Key], memory: PyTree
-) -> tuple[PyTree, Key, jax.Array, jax.Array | None]:
+) -> tuple[PyTree, Key, np.ndarray, np.ndarray | None]:
     """One step of the agent, whose memory (a KV cache) is updated in place.
 
-    Last, what its guard said, if it has one: the risk and whether it stepped in, [2, row] in one array, since every
-    array that leaves the program takes time.
+    Last, what its guard said, if it has one: the risk and whether it stepped in, [row, 2].
     """
     ready, token, key = ready_token_key
-    return ready.program(ready.arrays, token, key, memory)
+    memory, key, told = ready.program(ready.arrays, token, key, memory)
+    told = np.asarray(told)
+    if ready.guarded is None:
+        return memory, key, told, None
+    action = told[:, :-2].reshape(len(told), *ready.guarded.shape)
+    return memory, key, action.astype(ready.guarded.dtype), told[:, -2:]
 
 
 @functools.lru_cache(maxsize=64)
 def _program(structure: Any, others: tuple, form: Any) -> Callable:
-    """The compiled step of all agents that differ in their arrays only."""
+    """The compiled step of all agents that differ in their arrays only.
+
+    What a guard says stands beside the actions, [row, number]: every array that leaves the program takes time.
+    """
 
     @functools.partial(jax.jit, donate_argnums=3)
     def act(arrays: list[jax.Array], token: Token, key: Key, memory: PyTree) -> tuple:
         agent = eqx.combine(jax.tree.unflatten(structure, arrays), jax.tree.unflatten(form, others))
         next_key, key = jax.random.split(key)
         memory, action, extras = agent.act(memory, token, key)
-        guarded = isinstance(extras, dict) and "stepped_in" in extras
-        said = jnp.stack([extras["risk"], extras["stepped_in"].astype(jnp.float32)]) if guarded else None
-        return memory, next_key, action, said
+        if isinstance(extras, dict) and "stepped_in" in extras:
+            action = action.reshape(len(action), -1)
+            said = jnp.stack([extras["risk"], extras["stepped_in"].astype(jnp.float32)], -1)
+            action = jnp.concatenate([action.astype(jnp.float32), said], -1)
+        return memory, next_key, action
 
     return act
 
@@ -120,15 +131,16 @@ def for_trial(agent: Agent) -> dict[str, Any]:
         agent = dataclasses.replace(agent, risk=jnp.float32(risk))  # type: ignore[type-var]
     arrays, static = eqx.partition(agent, eqx.is_array)
     (leaves, structure), (others, form) = jax.tree.flatten(arrays), jax.tree.flatten(static)
-    return {"agent": agent, "ready": Ready(arrays=leaves, program=_program(structure, tuple(others), form))}
+    guarded = agent.net.trunk.spec.action if risk is not None and has_guard(agent) else None  # type: ignore[attr-defined]
+    ready = Ready(arrays=leaves, program=_program(structure, tuple(others), form), guarded=guarded)
+    return {"agent": agent, "ready": ready}
 
 
-def reported(before: GuardReport | None, said: jax.Array | None) -> GuardReport | None:
+def reported(before: GuardReport | None, said: np.ndarray | None) -> GuardReport | None:
     """The report after one more action."""
     if said is None:
         return None
-    risk, stepped_in = np.asarray(said)
-    replaced = stepped_in > 0
+    risk, replaced = said[:, 0], said[:, 1] > 0
     if before is None:
         return GuardReport(
             risk=risk, stepped_in=replaced, steps=np.ones(len(risk), int), interventions=replaced.astype(int)
