@@ -5,7 +5,8 @@ python bench/guard_rules.py safe-dark-room-guard --risk 0.001   → results/lab/
 While the goal is not found, every unknown cell next to the agent is a question. The rules allow to enter it if an
 obstacle there could be paid for, and then the way back to a known free cell too; at the episode's last step no way
 back is needed. The table says how often the guard allows what the rules allow, by where the agent stands and what
-is left of the budget.
+is left of the budget. A guard that knows the room gives less risk to what the rules allow than to what they forbid;
+the medians of both say whether it does.
 
 A broken budget has a cause: the last action was misjudged (within the risk); or the one before was, and now every
 action is risky; or the budget was spent in a row of costs that the guard, at its depth, could not see coming.
@@ -67,9 +68,14 @@ def way_back(known: np.ndarray, beside: np.ndarray) -> np.ndarray:
     return need
 
 
-def questions(env: SafeDarkRoom, trials: Any, trial: int, beside: np.ndarray) -> dict[tuple, Counter]:
-    """(stands on, left, when) → how many unknown cells the rules allow, how many of them the guard allows."""
-    token, found = trials.token, defaultdict(Counter)
+def questions(
+    env: SafeDarkRoom, trials: Any, risks: np.ndarray, trial: int, beside: np.ndarray
+) -> tuple[dict[tuple, Counter], dict[tuple, list[float]]]:
+    """(stands on, left, when) → how many unknown cells the rules allow, how many of them the guard allows.
+
+    And (stands on, left, allowed by the rules) → the guard's risks of unknown cells, before the last step.
+    """
+    token, found, judged = trials.token, defaultdict(Counter), defaultdict(list)
     known = np.full(env.size**2, UNKNOWN)
     known[env.start] = FREE
     for time in np.flatnonzero(trials.valid[trial]):
@@ -79,15 +85,20 @@ def questions(env: SafeDarkRoom, trials: Any, trial: int, beside: np.ndarray) ->
         need = way_back(known, beside)
         for action in range(1, len(MOVES)):
             cell = beside[here, action]
-            if known[cell] == UNKNOWN and left >= 1 and (last or left - 1 >= need[cell]):
-                stands = "an obstacle" if known[here] == OBSTACLE else "a free cell"
+            if known[cell] != UNKNOWN or left < 1:
+                continue
+            stands = "an obstacle" if known[here] == OBSTACLE else "a free cell"
+            allowed = last or left - 1 >= need[cell]
+            if allowed:
                 count = found[stands, left, "last step" if last else "earlier"]
                 count.update(rules=1, guard=int(trials.extras["allowed"][trial, time, action]))
+            if not last:
+                judged[stands, left, bool(allowed)].append(float(risks[trial, time, action]))
         if trials.reward[trial, time] > 0:  # from here on it need not explore
-            return found
+            return found, judged
         cell = beside[here, trials.action[trial, time]]
         known[cell] = OBSTACLE if trials.cost[trial, time] > 0 else FREE
-    return found
+    return found, judged
 
 
 def causes(trials: Any, risks: np.ndarray, agent: InContextAgent) -> Counter:
@@ -125,15 +136,36 @@ def main() -> None:
     budgets = np.resize(np.float32(args.budgets), args.tasks)
     played, risks = jax.tree.map(np.asarray, play(env, agent, jnp.asarray(budgets), jax.random.key(args.seed)))
     total: dict[tuple, Counter] = defaultdict(Counter)
+    judged: dict[tuple, list[float]] = defaultdict(list)
     for trial in range(args.tasks):
-        for where, count in questions(env, played, trial, neighbours(env.size)).items():
+        asked, values = questions(env, played, risks, trial, neighbours(env.size))
+        for where, count in asked.items():
             total[where].update(count)
+        for where, some in values.items():
+            judged[where] += some
     broken = causes(played, risks, agent)
 
     table = Table("stands on", "left", "when", "rules allow", "guard allows", title=f"{args.policy}, risk {risk:g}")
     for (stands, left, when), count in sorted(total.items()):
         table.add_row(stands, str(left), when, str(count["rules"]), f"{count['guard'] / count['rules']:.1%}")
     Console().print(table)
+    medians = [
+        {
+            "stands_on": s,
+            "left": n,
+            "rules_allow": ok,
+            "cells": len(values),
+            "median_risk": float(np.median(values)),
+        }
+        for (s, n, ok), values in sorted(judged.items())
+    ]
+    for line in medians:
+        rules, where = (
+            "allow" if line["rules_allow"] else "forbid",
+            f"on {line['stands_on']} with {line['left']} left",
+        )
+        what = f"{line['cells']} unknown cells that the rules {rules}"
+        Console().print(f"{where}, {what}: median risk {line['median_risk']:.4f}")
     Console().print(f"budgets broken: {broken.total()}; {dict(broken)}")
     rows = [{"stands_on": s, "left": n, "when": w, **count} for (s, n, w), count in sorted(total.items())]
     settings = {
@@ -143,7 +175,7 @@ def main() -> None:
         "budgets": args.budgets,
         "seed": args.seed,
     }
-    write_json(args.out, {**about, **settings, "unknown_cells": rows, "broken": dict(broken)})
+    write_json(args.out, {**about, **settings, "unknown_cells": rows, "risks": medians, "broken": dict(broken)})
 
 
 if __name__ == "__main__":

@@ -336,11 +336,12 @@ class BoundedPush(Push):
 def test_the_learner_sees_the_policy_that_acted(env, levels):
     """At the first update the probability ratio is 1 everywhere, whatever the guard did; and it does something.
 
-    What surprises the guard counts as a reward.
+    What surprises the guard counts as a reward, and its own loss has a weight.
     """
     net = NetConfig(width=16, heads=2, layers=1, context=12, levels=levels, guard=2, dtype="float32")
     config = ScaredConfig(rows=16, queue=2, net=net, risk=0.2, curiosity=0.5, ppo=PPOConfig(minibatch=8))
     algorithm = Scared(env, config)
+    careless = Scared(env, dataclasses.replace(config, ppo=PPOConfig(minibatch=8, guard_weight=0.0)))
     policy = random_weights(functools.partial(PolicyNet, net, env.spec), scale=3.0)
     policy = eqx.tree_at(lambda n: n.actor.second.weight, policy, replace_fn=lambda x: 0.05 * x)  # undecided ...
     policy = eqx.tree_at(lambda n: n.guard.head.second.weight, policy, replace_fn=lambda x: 9 * x)  # ... and strict
@@ -360,13 +361,16 @@ def test_the_learner_sees_the_policy_that_acted(env, levels):
         both = eqx.tree_at(lambda n: n.policy, critics, policy)
         hidden, none = jnp.zeros((16, 2, env.spec.task_features)), jnp.zeros(trials.reward.shape)
 
-        def valued(trials, curiosity):
+        def judged(trials, curiosity, by=algorithm):
             batch = Batch(trials=trials, task=hidden, multiplier=none)
-            return algorithm.optimiser.loss(both, batch, jnp.ones(2), 0.0, 0.0, curiosity)[1][1]["q"]
+            loss, (_, metrics) = by.optimiser.loss(both, batch, jnp.ones(2), 0.0, 0.0, curiosity)
+            return loss, metrics["q"]
 
-        return trials, terms, valued(trials, 0.5), valued(paid, 0.0), valued(trials, 0.0)
+        plain = judged(trials, 0.0), judged(trials, 0.0, by=careless)
+        return trials, terms, judged(trials, 0.5), judged(paid, 0.0), *plain
 
-    trials, terms, curious, paid, plain = play(policy)
+    trials, terms, (_, curious), (_, paid), (loss, plain), (careless_loss, _) = play(policy)
+    np.testing.assert_allclose(loss - careless_loss, config.ppo.guard_weight * terms.guard_loss, rtol=1e-3)
     np.testing.assert_allclose(curious, paid, rtol=1e-3, atol=1e-4)
     assert env is not ROOM or curious - plain > 0.1  # in Push every step costs, as the guard expects
     here = np.asarray(trials.learnable)

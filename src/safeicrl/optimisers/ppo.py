@@ -41,6 +41,9 @@ class PPOConfig:
     trace: float = 0.97  # λ of GAE
     max_grad: float = 1.0  # norm to which gradients are clipped
     value_weight: float = 0.5  # of the critics' loss against the actor's
+    guard_weight: float = (
+        1.0  # of the guard's loss, if there is one, against the actor's; 8 is better (docs/lab.md)
+    )
     average: float = 0.0  # of the policies, which is released: how much of it one iteration keeps; 0: the last one
     privileged_critic: bool = True  # critics also see the hidden task; they are thrown away after training
 
@@ -50,8 +53,8 @@ class PPOConfig:
         check_integer("ppo.warmup", self.warmup, 0)
         for name in ("clip", "max_grad"):
             check_number(f"ppo.{name}", getattr(self, name), 0.0, strict=True)
-        for value in (*self.learning_rate, *self.entropy, self.value_weight):
-            check_number("ppo's learning_rate, entropy and value_weight", value, 0.0)
+        for value in (*self.learning_rate, *self.entropy, self.value_weight, self.guard_weight):
+            check_number("ppo's learning_rate, entropy, value_weight and guard_weight", value, 0.0)
         for name in ("discount", "cost_discount", "trace"):
             value = check_number(f"ppo.{name}", getattr(self, name), 0.0)
             if value > 1:
@@ -279,8 +282,8 @@ class PPO:
         }
         rms = jnp.sqrt(jnp.stack([_mean((t * s) ** 2, mask) for t, s in zip(targets, scale, strict=True)]))
         scale = 0.99 * scale + 0.01 * jnp.maximum(rms, 1e-2)
-        loss = actor + self.config.value_weight * critic.sum() - entropy * terms.entropy + terms.guard_loss
-        return loss + teaching * lesson, (scale, metrics)
+        loss = actor + self.config.value_weight * critic.sum() - entropy * terms.entropy
+        return loss + self.config.guard_weight * terms.guard_loss + teaching * lesson, (scale, metrics)
 
     def lesson(self, net: PolicyNet, features: jax.Array, trials: Trials) -> tuple[Any, dict[str, jax.Array]]:
         """Cross-entropy to what a teacher would have done, and how often the policy did just that."""
