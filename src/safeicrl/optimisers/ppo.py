@@ -41,9 +41,7 @@ class PPOConfig:
     trace: float = 0.97  # λ of GAE
     max_grad: float = 1.0  # norm to which gradients are clipped
     value_weight: float = 0.5  # of the critics' loss against the actor's
-    guard_weight: float = (
-        1.0  # of the guard's loss, if there is one, against the actor's; 8 is better (docs/lab.md)
-    )
+    guard_weight: float = 1.0  # of the guard's loss against the actor's; docs/lab.md shows what 8 is worth
     average: float = 0.0  # of the policies, which is released: how much of it one iteration keeps; 0: the last one
     privileged_critic: bool = True  # critics also see the hidden task; they are thrown away after training
 
