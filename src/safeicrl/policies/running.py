@@ -101,10 +101,11 @@ def take_step(
 
 
 @functools.lru_cache(maxsize=64)
-def _program(structure: Any, others: tuple, form: Any) -> Callable:
+def _program(structure: Any, others: tuple, form: Any, guarded: bool) -> Callable:
     """The compiled step of all agents that differ in their arrays only.
 
-    What a guard says stands beside the actions, [row, number]: every array that leaves the program takes time.
+    If they are `guarded`, what the guard says stands beside the actions, [row, number]: every array that leaves the
+    program takes time.
     """
 
     @functools.partial(jax.jit, donate_argnums=3)
@@ -112,7 +113,7 @@ def _program(structure: Any, others: tuple, form: Any) -> Callable:
         agent = eqx.combine(jax.tree.unflatten(structure, arrays), jax.tree.unflatten(form, others))
         next_key, key = jax.random.split(key)
         memory, action, extras = agent.act(memory, token, key)
-        if isinstance(extras, dict) and "stepped_in" in extras:
+        if guarded:
             action = action.reshape(len(action), -1)
             said = jnp.stack([extras["risk"], extras["stepped_in"].astype(jnp.float32)], -1)
             action = jnp.concatenate([action.astype(jnp.float32), said], -1)
@@ -132,8 +133,8 @@ def for_trial(agent: Agent) -> dict[str, Any]:
     arrays, static = eqx.partition(agent, eqx.is_array)
     (leaves, structure), (others, form) = jax.tree.flatten(arrays), jax.tree.flatten(static)
     guarded = agent.net.trunk.spec.action if risk is not None and has_guard(agent) else None  # type: ignore[attr-defined]
-    ready = Ready(arrays=leaves, program=_program(structure, tuple(others), form), guarded=guarded)
-    return {"agent": agent, "ready": ready}
+    program = _program(structure, tuple(others), form, guarded is not None)
+    return {"agent": agent, "ready": Ready(arrays=leaves, program=program, guarded=guarded)}
 
 
 def reported(before: GuardReport | None, said: np.ndarray | None) -> GuardReport | None:
