@@ -150,22 +150,15 @@ def main() -> None:
         table.add_row(stands, str(left), when, str(count["rules"]), f"{count['guard'] / count['rules']:.1%}")
     Console().print(table)
     medians = [
-        {
-            "stands_on": s,
-            "left": n,
-            "rules_allow": ok,
-            "cells": len(values),
-            "median_risk": float(np.median(values)),
-        }
-        for (s, n, ok), values in sorted(judged.items())
+        {"stands_on": s, "left": n, "rules_allow": ok, "cells": len(some), "median_risk": float(np.median(some))}
+        for (s, n, ok), some in sorted(judged.items())
     ]
+    table = Table("stands on", "left", "the rules", "unknown cells", "median risk", title="before the last step")
     for line in medians:
-        rules, where = (
-            "allow" if line["rules_allow"] else "forbid",
-            f"on {line['stands_on']} with {line['left']} left",
-        )
-        what = f"{line['cells']} unknown cells that the rules {rules}"
-        Console().print(f"{where}, {what}: median risk {line['median_risk']:.4f}")
+        rules = "allow" if line["rules_allow"] else "forbid"
+        numbers = (str(line["cells"]), f"{line['median_risk']:.4f}")
+        table.add_row(str(line["stands_on"]), str(line["left"]), rules, *numbers)
+    Console().print(table)
     Console().print(f"budgets broken: {broken.total()}; {dict(broken)}")
     rows = [{"stands_on": s, "left": n, "when": w, **count} for (s, n, w), count in sorted(total.items())]
     settings = {

@@ -20,6 +20,7 @@ from safeicrl.agents.in_context import InContextAgent
 from safeicrl.algos.scared import Scared, ScaredConfig
 from safeicrl.cli import main
 from safeicrl.envs.api import EnvSpec
+from safeicrl.envs.dark_mujoco import SafeDarkPoint
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.envs.registry import env_to_plain
 from safeicrl.envs.spaces import Box, Discrete
@@ -32,6 +33,7 @@ from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers import guard_fit
 from safeicrl.optimisers.guard_fit import GuardFitConfig
 from safeicrl.optimisers.ppo import ActorCritic, Batch, PPOConfig
+from safeicrl.policies import running
 from safeicrl.policies.add_guard import add_guard
 from safeicrl.policies.cards import save_policy
 from safeicrl.policies.contenders import released
@@ -339,9 +341,10 @@ def test_the_learner_sees_the_policy_that_acted(env, levels):
     What surprises the guard counts as a reward, and its own loss has a weight.
     """
     net = NetConfig(width=16, heads=2, layers=1, context=12, levels=levels, guard=2, dtype="float32")
-    config = ScaredConfig(rows=16, queue=2, net=net, risk=0.2, curiosity=0.5, ppo=PPOConfig(minibatch=8))
+    ppo = PPOConfig(minibatch=8, guard_weight=3.0)
+    config = ScaredConfig(rows=16, queue=2, net=net, risk=0.2, curiosity=0.5, ppo=ppo)
     algorithm = Scared(env, config)
-    careless = Scared(env, dataclasses.replace(config, ppo=PPOConfig(minibatch=8, guard_weight=0.0)))
+    careless = Scared(env, dataclasses.replace(config, ppo=dataclasses.replace(ppo, guard_weight=0.0)))
     policy = random_weights(functools.partial(PolicyNet, net, env.spec), scale=3.0)
     policy = eqx.tree_at(lambda n: n.actor.second.weight, policy, replace_fn=lambda x: 0.05 * x)  # undecided ...
     policy = eqx.tree_at(lambda n: n.guard.head.second.weight, policy, replace_fn=lambda x: 9 * x)  # ... and strict
@@ -370,7 +373,7 @@ def test_the_learner_sees_the_policy_that_acted(env, levels):
         return trials, terms, judged(trials, 0.5), judged(paid, 0.0), *plain
 
     trials, terms, (_, curious), (_, paid), (loss, plain), (careless_loss, _) = play(policy)
-    np.testing.assert_allclose(loss - careless_loss, config.ppo.guard_weight * terms.guard_loss, rtol=1e-3)
+    np.testing.assert_allclose(loss - careless_loss, 3 * terms.guard_loss, rtol=1e-3)
     np.testing.assert_allclose(curious, paid, rtol=1e-3, atol=1e-4)
     assert env is not ROOM or curious - plain > 0.1  # in Push every step costs, as the guard expects
     here = np.asarray(trials.learnable)
@@ -465,6 +468,22 @@ def test_a_policy_says_what_its_guard_did(guarded):
     strict, lenient = (sum(r.stepped_in for r in play(policy, risk=risk)) for risk in (0.001, 0.999))
     assert strict >= reports[-1].interventions >= lenient
     assert strict > lenient
+
+
+@pytest.mark.parametrize(("env", "levels"), [(ROOM, 0), (SafeDarkPoint(), 3), (SafeDarkPoint(), 0)])
+def test_what_leaves_a_compiled_step_is_what_the_agent_chose(env, levels):
+    """The actions and what the guard said share one array, and come apart again."""
+    config = NetConfig(width=16, heads=2, layers=1, context=12, levels=levels, guard=1, dtype="float32")
+    agent = InContextAgent(random_weights(functools.partial(PolicyNet, config, env.spec), scale=3.0), risk=0.3)
+    token = running.first_tokens(env, env.spec.observation.zeros((5,)), jnp.arange(5.0))
+    key, memory = jax.random.key(4), running.remember(agent, 5, 12)
+    _, action, extras = agent.act(memory, token, jax.random.split(key)[1])
+    made = running.for_trial(agent)["ready"]
+    _, _, chosen, said = running.take_step((made, token, key), memory)
+    assert (chosen.dtype, chosen.shape) == (env.spec.action.dtype, (5, *env.spec.action.shape))
+    np.testing.assert_allclose(chosen, action, atol=1e-5)
+    np.testing.assert_allclose(said, np.stack([extras["risk"], extras["stepped_in"]], -1), atol=1e-5)
+    assert len(np.unique(chosen)) > 1
 
 
 def test_the_guard_is_off_by_one_switch(guarded):
