@@ -93,6 +93,17 @@ def test_all_seeds_begin_with_it(tmp_path):
         assert same(each, weights)
 
 
+def test_as_many_seeds_each_begin_with_their_own_and_others_with_the_first(tmp_path):
+    own = [released(tmp_path / f"best-seed{seed}.safetensors") for seed in range(2)]
+    own[1] = jax.tree.map(lambda x: x + 1 if eqx.is_inexact_array(x) else x, own[1])
+    card = {"kind": "net", "net": dataclasses.asdict(NET), "env": env_to_plain(ROOM)}
+    save_policy(tmp_path / "best-seed1.safetensors", InContextAgent(net=own[1]), card)
+    for seeds, expected in ((2, own), (3, own[:1] * 3), (1, own[:1])):
+        policy = eqx.filter(first_state(learner(), tmp_path, seeds=seeds).net.policy, eqx.is_array)
+        for seed, weights in enumerate(expected):
+            assert same(policy if seeds == 1 else jax.tree.map(lambda x, i=seed: x[i], policy), weights)
+
+
 def test_off_policy_too(tmp_path):
     weights = released(tmp_path / "policy.safetensors")
     state = first_state(learner("ddpg"), tmp_path / "policy")

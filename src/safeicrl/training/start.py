@@ -7,6 +7,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 
 from safeicrl.algos.api import Algorithm
 from safeicrl.config import from_plain
@@ -16,7 +17,7 @@ from safeicrl.files import CHECKPOINT, read_json, write_json
 from safeicrl.machine import hosts
 from safeicrl.policies import checkpoint
 from safeicrl.policies.cards import read_card
-from safeicrl.policies.catalogue import find_policy, load_agent
+from safeicrl.policies.catalogue import SEED, find_policy, load_agent, run_policies
 from safeicrl.provenance import surroundings
 from safeicrl.training.settings import TrainConfig, describe
 from safeicrl.training.state import first_state
@@ -72,19 +73,35 @@ def _beginning(algorithm: Algorithm, start: str) -> Callable[[PyTree, int], PyTr
             raise UserError(f"{type(algorithm).__name__} has no 'start_from': it cannot start with a run")
         _check_start(algorithm, Path(start))
         return lambda state, _: _start(algorithm, state, checkpointed)
-    path = find_policy(start)
-    card = read_card(path)
-    _, agent = load_agent(path, card)
+    paths = _policies(start)
     start_with = getattr(algorithm, "start_with", None)
     if start_with is None:
         raise UserError(f"{type(algorithm).__name__} cannot start with a policy; --start takes a run's folder")
-    _check_sizes(algorithm, card.get("net", {}), start)
+    agents = []
+    for path in paths:
+        card = read_card(path)
+        _check_sizes(algorithm, card.get("net", {}), start)
+        agents.append(load_agent(path, card)[1])
 
     def begin(state: PyTree, seeds: int) -> PyTree:
-        one = lambda own: start_with(own, agent)  # noqa: E731
-        return _apart(one(state) if seeds == 1 else eqx.filter_vmap(one)(state))
+        if seeds == 1:
+            return _apart(start_with(state, agents[0]))
+        each = agents if len(agents) == seeds else agents[:1] * seeds
+        arrays = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(eqx.filter(x, eqx.is_array) for x in each))
+        static = eqx.filter(each[0], eqx.is_array, inverse=True)
+        return _apart(eqx.filter_vmap(lambda own, x: start_with(own, eqx.combine(x, static)))(state, arrays))
 
     return begin
+
+
+def _policies(start: str) -> list[Path]:
+    """The policies that a run may begin with: of the folder of a run with several seeds those of all, else one.
+
+    As many seeds each begin with their own, another number of seeds all with the first one.
+    """
+    policy = find_policy(start)
+    of_seeds = SEED.fullmatch(policy.stem) and Path(start).is_dir()
+    return list(run_policies(Path(start)).values()) if of_seeds else [policy]
 
 
 def _apart(state: PyTree) -> PyTree:
