@@ -19,7 +19,6 @@ from safeicrl.errors import (
     MOST_STEPS,
     UserError,
     check_budget,
-    check_flag,
     check_integer,
     check_seed,
 )
@@ -52,7 +51,7 @@ def evaluate(
     rows: int | None = None,
     segments: int = 8,
     devices: int | Mesh | None = None,
-    settle: bool = True,
+    settle: bool | None = None,
     label: str = "agent",
     meta: dict[str, Any] | None = None,
 ) -> Results:
@@ -74,8 +73,8 @@ def evaluate(
     these chunks share one compilation, and each ends with its longest trial. `segments` is that of `run_trials`,
     for agents whose memory grows; a short trial has fewer.
 
-    Past the K episodes of its training an agent's memory settles (agents/settled.py); `settle=False` lets it go on
-    as in training, for comparison.
+    Past the K episodes of its training an agent's memory settles (agents/settled.py), unless its training had
+    longer trials; `settle` decides otherwise, for comparison.
 
     The trials that run at a time are divided among `devices`: a number of local ones (all by default), or a mesh
     (devices.py). The results do not depend on it, but for rounding.
@@ -95,7 +94,8 @@ def evaluate(
     sampled = _draw_tasks(env, frozen, tasks, split, seed)
     # within K episodes nothing is taken back, and a shared clock is faster
     past = episodes > (getattr(agent, "trained_episodes", None) or episodes)
-    agent = lasting(agent, check_flag("settle", settle) and past)
+    settled = lasting(agent, settle)
+    agent = settled if past else lasting(agent, False)
     whole, spent, stepped_in = _play_all(
         env, agent, sampled, budget, seed, tasks=tasks, episodes=episodes, rows=rows, segments=segments, mesh=mesh
     )
@@ -103,7 +103,7 @@ def evaluate(
         "label": label,
         **_protocol(env, split, seed, range_, budgets_per_task, frozen),
         **({"limits": _plain_limits(sampled)} if hasattr(sampled, "multiplier") else {}),
-        **({"settles": settle} if past else {}),
+        **({"settles": agent.settles} if past else {}),
         **({} if spent is None else {"adaptation": spending(spent)}),
         **({} if stepped_in is None else {"guard_stepped_in": float(stepped_in.sum() / whole.lengths.sum())}),
         **(meta or {}),
