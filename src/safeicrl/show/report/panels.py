@@ -479,10 +479,11 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         name="beyond",
         title="Beyond K episodes",
-        text="A deployed policy does not stop after the K episodes of training. Its memory settles then. For "
-        "comparison, not settled: old steps are overwritten once the context is full. Here policies and baselines "
-        "play on, on unseen tasks of seed 0. The privileged and the memoryless agents are left out: they forget at "
-        "every episode, so nothing changes for them.",
+        text="A deployed policy does not stop after the K episodes of training. Its memory settles then, unless it "
+        "was trained on longer trials, as the guarded one was. Not settled: old steps are overwritten once the "
+        "context is full. Both ways are shown. Here policies and baselines play on, on unseen tasks of seed 0. The "
+        "privileged and the memoryless agents are left out: they forget at every episode, so nothing changes for "
+        "them.",
         parts=tuple(
             Part(name=f"beyond-{world}", title=WORLDS[world][0], needs=_beyond(world),
                 show=partial(draw.beyond, table_only=_far(world)))
