@@ -36,16 +36,17 @@ BEFORE = (0, 1, 2, 4, 8)  # steps before a budget is broken
 
 
 def play(env: Env, agent: InContextAgent, split: str, tasks: int, key: jax.Array) -> tuple:
-    """Trials, the network's features, and the actions taken, as the guard reads them; all [trial, time, ...]."""
+    """Trials, what the guard reads, and the actions taken, as the guard reads them; all [trial, time, ...]."""
     task_key, play_key = jax.random.split(key)
     queue, budgets = sample_queue(env, split, env.spec.test_budget, (tasks, 1), task_key)
     trials = run_trials(
         env, agent, queue, budgets, play_key, episodes=env.spec.episodes, steps=env.spec.trial_steps
     )
     features = agent.net.trunk.forward(trials.token, trials.trial)
+    watched = agent.net.watched(features, trials.token, trials.trial)
     if agent.net.guard.choices == 0:
-        return trials, features, env.spec.action.encode_scaled(trials.action)
-    return trials, features, agent.net.distribution(features).index(trials.action)
+        return trials, watched, env.spec.action.encode_scaled(trials.action)
+    return trials, watched, agent.net.distribution(features).index(trials.action)
 
 
 @eqx.filter_jit

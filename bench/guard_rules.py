@@ -46,10 +46,10 @@ def play(env: SafeDarkRoom, agent: InContextAgent, budgets: jax.Array, key: jax.
         env, agent, tasks, budgets[:, None], play_key, episodes=env.episodes, steps=env.spec.trial_steps, segments=4
     )
     features = agent.net.trunk.forward(trials.token, trials.trial)
-    guard = agent.net.guard
+    watched, guard = agent.net.watched(features, trials.token, trials.trial), agent.net.guard
     assert guard is not None
     assert agent.risk is not None
-    return trials, guard.judge(features, trials.token.ctg, trials.token.time, agent.risk).risk
+    return trials, guard.judge(watched, trials.token.ctg, trials.token.time, agent.risk).risk
 
 
 def neighbours(size: int) -> np.ndarray:

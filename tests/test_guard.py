@@ -334,13 +334,16 @@ class BoundedPush(Push):
         return dataclasses.replace(super().spec, max_cost=1.0)
 
 
-@pytest.mark.parametrize(("env", "levels"), [(ROOM, 0), (BoundedPush(), 3), (BoundedPush(), 0)])
-def test_the_learner_sees_the_policy_that_acted(env, levels):
+@pytest.mark.parametrize(
+    ("env", "levels", "points"), [(ROOM, 0, 0), (ROOM, 0, 3), (BoundedPush(), 3, 0), (BoundedPush(), 0, 2)]
+)
+def test_the_learner_sees_the_policy_that_acted(env, levels, points):
     """At the first update the probability ratio is 1 everywhere, whatever the guard did; and it does something.
 
     What surprises the guard counts as a reward, and its own loss has a weight.
     """
-    net = NetConfig(width=16, heads=2, layers=1, context=12, levels=levels, guard=2, dtype="float32")
+    sizes = {"width": 16, "heads": 2, "layers": 1, "context": 12, "guard": 2}
+    net = NetConfig(**sizes, levels=levels, guard_ledger=points, dtype="float32")
     ppo = PPOConfig(minibatch=8, guard_weight=3.0)
     config = ScaredConfig(rows=16, queue=2, net=net, risk=0.2, curiosity=0.5, ppo=ppo)
     algorithm = Scared(env, config)
@@ -619,7 +622,7 @@ def test_a_fit_sees_other_actions_than_a_greedy_policy_plays():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(guard_fit, "_play", once)
-        patch.setattr(guard_fit, "_learn", lambda guard, state, *_, updates: (guard, state))
+        patch.setattr(guard_fit, "_learn", lambda guard, state, *_, **__: (guard, state))
         config = GuardFitConfig(depth=2, rounds=2, rows=8, updates=1)
         guard_fit.fit_guard(env, greedy, config)
         patch.setattr(guard_fit, "_play", lambda *_: (None, {"fault": np.array([0, 0, 0, 1, 1.5])}))

@@ -431,8 +431,8 @@ def seen_at(agent: InContextAgent, episode: int, *, start: bool = False) -> jax.
     token = replace(
         first, episode=jnp.array([episode]), start=jnp.array([start]), time=jnp.array([0 if start else 2])
     )
-    memory, _ = agent.read(agent.extend(agent.init(None, 1), 5), first)
-    memory, features = agent.read(memory, token)
+    memory, *_ = agent.read(agent.extend(agent.init(None, 1), 5), first)
+    memory, features, _ = agent.read(memory, token)
     assert int(memory.age[0]) == 2  # nothing was forgotten
     return np.asarray(agent.net.distribution(features).logits)
 

@@ -30,7 +30,7 @@ class InContextAgent(eqx.Module):
     def init(self, tasks: PyTree, rows: int) -> Memory:
         """An empty context."""
         trunk = self.net.trunk
-        cache = trunk.init_cache(rows, 0, own_clocks=self.settles)
+        cache = self.net.init_cache(rows, 0, own_clocks=self.settles)
         return settled(cache, trunk.spec.cost_shape) if self.settles else cache
 
     def extend(self, memory: Memory, steps: int) -> Memory:
@@ -44,7 +44,7 @@ class InContextAgent(eqx.Module):
 
         That is the log-probability under the policy acted by and, with a guard, what the guard said and did.
         """
-        memory, features = self.read(memory, token)
+        memory, features, watched = self.read(memory, token)
         policy = self.net.distribution(features)
         if self.temperature not in (0, 1):
             policy = policy.tempered(self.temperature)
@@ -59,12 +59,12 @@ class InContextAgent(eqx.Module):
         if isinstance(policy, TanhNormal):
             candidates = self._candidates(policy, key)  # [row, candidate, action]
             scaled = self.net.trunk.spec.action.encode_scaled(candidates)
-            risks = guard.rate(features, scaled, token.ctg, token.time)
+            risks = guard.rate(watched, scaled, token.ctg, token.time)
             return memory, *self._first_tolerable(policy, candidates, risks, risk)
-        return memory, *self._allowed(policy, guard.judge(features, token.ctg, token.time, risk), key)
+        return memory, *self._allowed(policy, guard.judge(watched, token.ctg, token.time, risk), key)
 
-    def read(self, memory: Memory, token: Token) -> tuple[Memory, jax.Array]:
-        """The network's features of the newest token of each row.
+    def read(self, memory: Memory, token: Token) -> tuple[Memory, jax.Array, jax.Array]:
+        """The network's features of the newest token of each row, and what its guard reads.
 
         The network knows the indices of `trained_episodes` episodes, and goes wrong on larger ones. Every later
         episode has the last index that it knows, so a trial can go on for as long as the user likes.
@@ -75,11 +75,11 @@ class InContextAgent(eqx.Module):
         trunk = self.net.trunk
         # not `known.first`: after single episodes of training, every start would count as a new trial
         if not isinstance(memory, Settled):
-            return trunk.step(memory, known, token.first)
+            return self.net.step(memory, known, token.first)
         assert self.trained_episodes is not None
         memory = take_back(memory, token, last=self.trained_episodes - 1, max_steps=trunk.spec.max_steps)
-        cache, features = trunk.step(memory.cache, known, token.first)
-        return replace(memory, cache=cache), features
+        cache, features, watched = self.net.step(memory.cache, known, token.first)
+        return replace(memory, cache=cache), features, watched
 
     def _choose(self, policy: Distribution, key: Key) -> jax.Array:
         return policy.mode() if self.temperature == 0 else policy.sample(key)

@@ -94,8 +94,9 @@ def evaluate(
     sampled = _draw_tasks(env, frozen, tasks, split, seed)
     # within K episodes nothing is taken back, and a shared clock is faster
     past = episodes > (getattr(agent, "trained_episodes", None) or episodes)
-    settled = lasting(agent, settle)
-    agent = settled if past else lasting(agent, False)
+    lasts = lasting(agent, settle)
+    settles = past and getattr(lasts, "settles", False)
+    agent = lasting(agent, settles)
     whole, spent, stepped_in = _play_all(
         env, agent, sampled, budget, seed, tasks=tasks, episodes=episodes, rows=rows, segments=segments, mesh=mesh
     )
@@ -103,7 +104,7 @@ def evaluate(
         "label": label,
         **_protocol(env, split, seed, range_, budgets_per_task, frozen),
         **({"limits": _plain_limits(sampled)} if hasattr(sampled, "multiplier") else {}),
-        **({"settles": agent.settles} if past else {}),
+        **({"settles": settles} if past else {}),
         **({} if spent is None else {"adaptation": spending(spent)}),
         **({} if stepped_in is None else {"guard_stepped_in": float(stepped_in.sum() / whole.lengths.sum())}),
         **(meta or {}),

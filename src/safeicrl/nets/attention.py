@@ -79,12 +79,17 @@ def attend_step(q: jax.Array, keys: jax.Array, values: jax.Array, age: jax.Array
     the newest slots the row may see; clock: [] or [row] int.
     """
     slots, (_, heads, dim) = keys.shape[-1], q.shape
-    seen = (clock[..., None] - jnp.arange(slots)) % slots < age[:, None]
+    seen = in_sight(slots, age, clock)
     scores = _weigh("nd,ndk->nk", q.reshape(-1, dim), keys) * dim**-0.5  # [row · head, slot]
     scores = jnp.where(jnp.repeat(seen, heads, axis=0), scores, -jnp.inf)
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     weights = (weights / weights.sum(-1, keepdims=True)).astype(values.dtype)
     return _weigh("nk,nkd->nd", weights, values).astype(q.dtype).reshape(q.shape)
+
+
+def in_sight(slots: int, age: jax.Array, clock: jax.Array) -> jax.Array:
+    """[row, slot] bool: which slots of a ring a row may see, the newest `age` up to slot `clock mod slots`."""
+    return (clock[..., None] - jnp.arange(slots)) % slots < age[:, None]
 
 
 def _weigh(product: str, vector: jax.Array, matrix: jax.Array) -> jax.Array:

@@ -30,6 +30,7 @@ import numpy as np
 from safeicrl.envs.api import EnvSpec, Key, refuse_several
 from safeicrl.errors import UserError
 from safeicrl.nets.layers import MLP
+from safeicrl.nets.ledger import Ledger
 
 SLACK = 1.1  # an action up to this factor riskier than the safest one counts as no riskier
 PARTS = 8  # into which the largest cost of a step is cut where costs are real numbers
@@ -51,13 +52,16 @@ class Guard(eqx.Module):
     """
 
     head: MLP
+    ledger: Ledger | None  # what it reads beside the policy's features
     choices: int = eqx.field(static=True)  # number of actions; 0: real-valued
     depth: int = eqx.field(static=True)  # steps ahead
     unit: float = eqx.field(static=True)  # of which every cost is a multiple; 0: real-valued
     edges: tuple[float, ...] = eqx.field(static=True)  # the k of p_d(k | h, a); the last one cannot be exceeded
     limit: int | None = eqx.field(static=True)  # steps of the longest episode, if the guard has a clock
 
-    def __init__(self, spec: EnvSpec, *, width: int, choices: int, depth: int, key: Key, clock: bool = False):
+    def __init__(
+        self, spec: EnvSpec, *, width: int, choices: int, depth: int, key: Key, clock: bool = False, points: int = 0
+    ):
         refuse_several(spec, "a guard (net.guard)")
         if not 0 < spec.max_cost < np.inf:
             raise UserError(
@@ -67,6 +71,8 @@ class Guard(eqx.Module):
         self.choices, self.depth, self.limit = choices, depth, spec.max_steps if clock else None
         self.unit, part = spec.cost_unit, spec.cost_unit or spec.max_cost / PARTS
         self.edges = tuple(part * count for count in _spaced(round(depth * spec.max_cost / part)))
+        self.ledger = Ledger(spec, points, jax.random.fold_in(key, 1)) if points else None
+        width += self.ledger.size if self.ledger is not None else 0
         inputs = width if choices else width + spec.action.size  # type: ignore[union-attr]
         self.head = MLP(inputs, 2 * width, depth * self.thresholds * max(choices, 1), key, scale=0.1)
 

@@ -10,9 +10,12 @@ import numpy as np
 from safeicrl.envs.api import EnvSpec, Key, record, replace
 from safeicrl.envs.spaces import Discrete
 from safeicrl.errors import UserError
+from safeicrl.nets.attention import in_sight
 from safeicrl.nets.guard import Guard
 from safeicrl.nets.layers import MLP, Linear
-from safeicrl.nets.transformer import NetConfig, Transformer
+from safeicrl.nets.ledger import Ledger
+from safeicrl.nets.transformer import Cache, NetConfig, Transformer
+from safeicrl.tokens import Token
 
 HIDDEN = 128  # of a critic
 LOG_STD = (-4.0, 1.0)  # range of a tanh-normal's log standard deviation
@@ -261,8 +264,40 @@ class PolicyNet(eqx.Module):
             choices = spec.action.n if discrete else config.levels**spec.action.size if config.levels else 0  # type: ignore[union-attr]
             guard = jax.random.fold_in(key, 1)
             self.guard = Guard(
-                spec, width=config.width, choices=choices, depth=config.guard, clock=config.guard_clock, key=guard
-            )
+                spec, width=config.width, choices=choices, depth=config.guard, clock=config.guard_clock, key=guard,
+                points=config.guard_ledger,
+            )  # fmt: skip
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The guard's, if it has one."""
+        return None if self.guard is None else self.guard.ledger
+
+    def init_cache(self, rows: int, slots: int, own_clocks: bool = False) -> Cache:
+        """The transformer's, with the guard's ledger."""
+        cache = self.trunk.init_cache(rows, slots, own_clocks)
+        if self.ledger is None:
+            return cache
+        return replace(cache, entries=jnp.zeros((rows, slots, self.ledger.columns)))
+
+    def step(self, cache: Cache, token: Token, fresh: jax.Array) -> tuple[Cache, jax.Array, jax.Array]:
+        """The transformer's step: the cache, the policy's features, and what the guard reads, [row, ...]."""
+        clock, (after, features) = cache.clock, self.trunk.step(cache, token, fresh)
+        if self.ledger is None or cache.entries is None:
+            return after, features, features
+        slots, entry = cache.entries.shape[1], self.ledger.entry(token)
+        if clock.ndim:
+            entries = cache.entries.at[jnp.arange(len(entry)), clock % slots].set(entry, unique_indices=True)
+        else:
+            entries = jax.lax.dynamic_update_slice(cache.entries, entry[:, None], (0, clock % slots, 0))
+        found = self.ledger.look_up(token, entries, in_sight(slots, after.age, clock))
+        return replace(after, entries=entries), features, beside(features, found)
+
+    def watched(self, features: jax.Array, token: Token, trial: jax.Array) -> jax.Array:
+        """What the guard reads of whole rows, [row, time, ...], from the policy's features of them."""
+        if self.ledger is None:
+            return features
+        return beside(features, self.ledger.look_up_rows(token, trial, self.trunk.config.context))
 
     def distribution(self, features: jax.Array, actor: MLP | None = None) -> Distribution:
         """π(· | history) from the transformer's features, any leading shape; by another `actor` if given."""
@@ -277,6 +312,11 @@ class PolicyNet(eqx.Module):
         centre, half = space.centre_and_half()
         log_std = low + (high - low) * jax.nn.sigmoid(spread + 1.0)
         return TanhNormal(mean=mean, log_std=log_std, centre=centre, half=half)
+
+
+def beside(features: jax.Array, found: jax.Array) -> jax.Array:
+    """The policy's features and what the guard has looked up, side by side."""
+    return jnp.concatenate([features, found.astype(features.dtype)], -1)
 
 
 def transplanted(ours: PolicyNet, theirs: PolicyNet) -> PolicyNet:

@@ -12,7 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from safeicrl.envs.api import EnvSpec, Key, record
+from safeicrl.envs.api import EnvSpec, Key, record, replace
 from safeicrl.errors import DEEPEST, MOST_ROWS, WIDEST, UserError, check_integer
 from safeicrl.nets.attention import attend, attend_step
 from safeicrl.nets.layers import MLP, LayerNorm, Linear
@@ -34,6 +34,7 @@ class NetConfig:
     levels: int = 0  # of each number of a real-valued action, see heads.Levels; 0: a tanh-normal instead
     guard: int = 0  # steps that the guard looks ahead (guard.py); 0: no guard
     guard_clock: bool = False  # whether the guard looks no further than the last step before the time limit
+    guard_ledger: int = 0  # points that the guard looks up in its ledger (ledger.py); 0: no ledger
     saturate: int | None = None  # episode from which on the index of the episode no longer grows; None: never
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on a GPU, float32 elsewhere
 
@@ -43,6 +44,10 @@ class NetConfig:
         if check_integer("levels", self.levels, 0, WIDEST) == 1:
             raise UserError("levels must be 0, for a tanh-normal, or at least 2, got 1")
         check_integer("guard", self.guard, 0, WIDEST)
+        if check_integer("guard_ledger", self.guard_ledger, 0, WIDEST) and not self.guard:
+            raise UserError(
+                f"guard_ledger {self.guard_ledger} is for a guard: leave it out, or give guard, its depth"
+            )
         if self.saturate is not None:
             check_integer("saturate", self.saturate, 1)
         if self.width % self.heads:
@@ -68,6 +73,7 @@ class Cache:
     values: tuple[jax.Array, ...]  # per layer [row · head, slot, dim]
     clock: jax.Array  # [] or [row] int32, tokens read so far; the next goes to slot clock mod slots
     age: jax.Array  # [row] int32, tokens of the row's present trial in the cache
+    entries: jax.Array | None = None  # [row, slot, column] of the guard's ledger, if it has one (ledger.py)
 
 
 def featurise(token: Token, spec: EnvSpec, saturate: int | None = None) -> jax.Array:
@@ -206,6 +212,7 @@ class Transformer(eqx.Module):
             values=tuple(jnp.pad(v, ((0, 0), (0, more), (0, 0))) for v in cache.values),
             clock=cache.clock,
             age=cache.age,
+            entries=None if cache.entries is None else jnp.pad(cache.entries, ((0, 0), (0, more), (0, 0))),
         )
 
     def step(self, cache: Cache, token: Token, fresh: jax.Array) -> tuple[Cache, jax.Array]:
@@ -226,5 +233,5 @@ class Transformer(eqx.Module):
                 keys.append(jax.lax.dynamic_update_slice(k_past, k[:, :, None], (0, 0, slot)))
                 values.append(jax.lax.dynamic_update_slice(v_past, v[:, None], (0, slot, 0)))
             x = block.finish(x, attend_step(q, keys[-1], values[-1], age, cache.clock))
-        cache = Cache(keys=tuple(keys), values=tuple(values), clock=cache.clock + 1, age=age)
+        cache = replace(cache, keys=tuple(keys), values=tuple(values), clock=cache.clock + 1, age=age)
         return cache, self.norm_out(x)

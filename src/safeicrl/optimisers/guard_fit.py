@@ -28,13 +28,14 @@ from safeicrl.envs.registry import env_to_plain
 from safeicrl.envs.spaces import Discrete
 from safeicrl.errors import MOST_ROWS, WIDEST, UserError, check_integer, check_number, check_risk, check_seed
 from safeicrl.nets.guard import Guard
-from safeicrl.nets.heads import PolicyNet, TanhNormal, transplanted
+from safeicrl.nets.heads import PolicyNet, TanhNormal, beside, transplanted
 from safeicrl.tokens import Token
 from safeicrl.trial import first_fault, run_trials, sample_queue
 
 QUEUE = 4  # trials a row can hold
 OFF = (0.25, 0.999)  # share of the rows that play without the guard, and the risk that comes to the same
 HOLD = 0.05  # chance per step that a row begins to hold an action
+SPAN = 64  # steps of a row that a guard with a ledger learns from at a time
 SEGMENT = 300  # steps of play, at least, before the cache of the context grows
 
 
@@ -44,6 +45,7 @@ class GuardFitConfig:
 
     depth: int = 2  # steps that it looks ahead
     clock: bool = True  # whether it looks no further than the last step before the time limit
+    ledger: int = 0  # points that it looks up in a ledger of its own (nets/ledger.py); 0: no ledger
     risk: float = 0.01  # chance of breaking the budget that it tolerates
     rounds: int = 30  # of playing, then learning
     rows: int = 32  # of trials in a round
@@ -54,6 +56,7 @@ class GuardFitConfig:
     def __post_init__(self) -> None:
         for name in ("depth", "rounds", "updates"):
             check_integer(name, getattr(self, name), 1, WIDEST)
+        check_integer("ledger", self.ledger, 0, WIDEST)
         check_integer("rows", self.rows, 1, MOST_ROWS)
         check_seed(self.seed)
         check_risk(self.risk)
@@ -61,8 +64,10 @@ class GuardFitConfig:
 
 
 class Play(NamedTuple):
-    """What `Guard.loss` takes; all [row, time, ...]."""
+    """What a guard learns from; all [row, time, ...]."""
 
+    token: Token
+    trial: jax.Array  # place in the row's queue
     features: jax.Array
     taken: jax.Array  # index of a finite action, or the real-valued one
     cost: jax.Array
@@ -111,7 +116,10 @@ def fit_guard(
         data, before = _play(env, acting, config.rows, play_key)
         refuse_fault(np.asarray(before["fault"]), env_to_plain(env)["name"], [f"round {index + 1}"], env.spec)
         assert agent.net.guard is not None
-        guard, state = _learn(agent.net.guard, state, optimiser, data, learn_key, updates=config.updates)
+        context = agent.net.trunk.config.context
+        guard, state = _learn(
+            agent.net.guard, state, optimiser, data, learn_key, updates=config.updates, context=context
+        )
         agent = eqx.tree_at(lambda a: a.net.guard, agent, guard)
         played += int(data.known.sum())
         if report is not None:
@@ -125,7 +133,7 @@ def fit_guard(
 def with_new_guard(agent: InContextAgent, config: GuardFitConfig, key: Key) -> InContextAgent:
     """The agent with a guard that has learned nothing."""
     old = agent.net.trunk
-    net = dataclasses.replace(old.config, guard=config.depth, guard_clock=config.clock)
+    net = dataclasses.replace(old.config, guard=config.depth, guard_clock=config.clock, guard_ledger=config.ledger)
     bare = eqx.tree_at(lambda n: n.guard, agent.net, None, is_leaf=lambda x: x is None)
     fresh = eqx.filter_jit(PolicyNet)(net, old.spec, key)
     return dataclasses.replace(agent, net=transplanted(fresh, bare), risk=config.risk)
@@ -193,16 +201,36 @@ def _play(env: Env, agent: InContextAgent, rows: int, key: Key) -> tuple[Play, d
     real = isinstance(policy, TanhNormal)
     taken = spec.action.encode_scaled(trials.action) if real else policy.index(trials.action)  # type: ignore[union-attr]
     data = Play(
-        features=features.astype(jnp.float32), taken=taken, cost=trials.cost, done=trials.done,
-        known=trials.learnable,
+        token=trials.token, trial=trials.trial, features=features.astype(jnp.float32), taken=taken,
+        cost=trials.cost, done=trials.done, known=trials.learnable,
     )  # fmt: skip
-    return data, agent.net.guard.loss(*data)[1] | {"fault": first_fault(trials, spec)}  # type: ignore[union-attr]
+    assert agent.net.guard is not None
+    watched = agent.net.watched(data.features, data.token, data.trial)
+    before = agent.net.guard.loss(watched, data.taken, data.cost, data.done, data.known)[1]
+    return data, before | {"fault": first_fault(trials, spec)}
+
+
+def _loss(guard: Guard, data: Play, context: int, key: Key) -> jax.Array:
+    """The guard's loss on these rows; with a ledger on a random span of them, for a look-up takes its time."""
+    if guard.ledger is None:
+        return guard.loss(data.features, data.taken, data.cost, data.done, data.known)[0]
+    steps = data.cost.shape[1]
+    span = min(SPAN, steps)
+    begin = jax.random.randint(key, (), 0, steps - span + 1)
+    found = guard.ledger.look_up_span(data.token, data.trial, context, begin, span)
+    features, taken, cost, done, known = (
+        jax.lax.dynamic_slice_in_dim(x, begin, span, 1)
+        for x in (data.features, data.taken, data.cost, data.done, data.known)
+    )
+    known &= done | (jnp.arange(span) < span - 1)  # what follows the last step is not here
+    return guard.loss(beside(features, found), taken, cost, done, known)[0]
 
 
 @eqx.filter_jit
 def _learn(
-    guard: Guard, state: PyTree, optimiser: optax.GradientTransformation, data: Play, key: Key, *, updates: int
-) -> tuple[Guard, PyTree]:
+    guard: Guard, state: PyTree, optimiser: optax.GradientTransformation, data: Play, key: Key, *, updates: int,
+    context: int,
+) -> tuple[Guard, PyTree]:  # fmt: skip
     """A round's gradient steps."""
     params, static = eqx.partition(guard, eqx.is_array)
     rows = len(data.cost)
@@ -211,7 +239,7 @@ def _learn(
         params, state = carry
         some = jax.random.permutation(key, rows)[: max(rows // 4, 1)]
         part = jax.tree.map(lambda x: x[some], data)
-        grads = jax.grad(lambda p: eqx.combine(p, static).loss(*part)[0])(params)
+        grads = jax.grad(lambda p: _loss(eqx.combine(p, static), part, context, jax.random.fold_in(key, 1)))(params)
         updates, state = optimiser.update(grads, state)
         return (optax.apply_updates(params, updates), state), None
 

@@ -305,11 +305,12 @@ class PPO:
                 policy.index(trials.action),
                 policy.restricted(trials.extras["allowed"]),
             )
-        loss, metrics = guard.loss(features, taken, trials.cost, trials.done, mask)
+        watched = net.watched(features, trials.token, trials.trial)
+        loss, metrics = guard.loss(watched, taken, trials.cost, trials.done, mask)
         metrics |= {"guard_stepped_in": _mean(trials.extras["stepped_in"].astype(jnp.float32), mask)}
         surprise: Any = 0.0
         if self.curiosity:
-            surprise = guard.surprise(features, taken, trials.cost)
+            surprise = guard.surprise(watched, taken, trials.cost)
             metrics |= {"surprise": _mean(surprise, mask)}
         return Terms(played.log_prob(chosen), _mean(played.entropy(), mask), loss, surprise, metrics)
 

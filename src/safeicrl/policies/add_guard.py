@@ -55,7 +55,7 @@ def add_guard(
 
     fitted = fit_guard(env, agent, config, count, stop)
     kept = {key: value for key, value in card.items() if key != "evaluation"}
-    net = {**card["net"], "guard": config.depth, "guard_clock": config.clock}
+    net = {**card["net"], "guard": config.depth, "guard_clock": config.clock, "guard_ledger": config.ledger}
     where = surroundings()
     made = {key: where[key] for key in ("command", "date", "safeicrl")}
     about = {**dataclasses.asdict(config), "rounds_done": done, "temperature": agent.temperature, **made}

@@ -50,6 +50,8 @@ def export_onnx(policy: Policy, out: str | Path) -> Path:
         raise UserError(f"only policies of kind 'net' become ONNX graphs, not {policy.card.get('kind')!r}")
     if agent.net.guard is not None and agent.risk is not None and not isinstance(policy.env.spec.action, Discrete):
         raise UserError("the guard of real-valued actions has no ONNX graph: load the policy with guard=False")
+    if agent.net.ledger is not None and agent.risk is not None:
+        raise UserError("a guard with a ledger has no ONNX graph: load the policy with guard=False")
     refuse_several(policy.env.spec, "an ONNX graph")
     slots = policy.context
     assert slots is not None

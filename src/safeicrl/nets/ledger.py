@@ -1,0 +1,123 @@
+"""The guard's ledger: what the steps of the trial have cost, to be looked up near where the agent is.
+
+A transformer can learn where costs were, but only slowly: the guard's loss is one of several on its features. The
+ledger needs not learn it. Every token is an entry, a place and what it cost to get there, and a few points around
+the agent are looked up among all entries of the trial:
+
+    n(q) = Σ_j exp(−w |q − x_j|²)                  how well the point q is known
+    c(q) = Σ_j exp(−w |q − x_j|²) c_j / n(q)       what it has cost there
+
+The points q, the widths w and what of an observation makes a place x are learned with the guard.
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from safeicrl.envs.api import EnvSpec, Key
+from safeicrl.nets.layers import MLP, Linear
+from safeicrl.tokens import Token
+
+DIMS = 4  # of a place, at most
+CELL = 0.25  # of a grid, in units of places
+REACH = 0.4  # how far away the points are before anything is learned
+WIDTHS = (2.0, 4.5)  # log of the first and of the last point's w, likewise
+NEARLY_NOTHING = 1e-3  # where a point is known less than that, nothing has been paid there
+BLOCK = 64  # steps that are looked up at a time in whole rows
+
+
+class Ledger(eqx.Module):
+    """Writes tokens down and looks up costs."""
+
+    place: Linear  # what of an observation makes a place
+    steer: MLP  # where the points are, beside `points`, by how the agent has moved
+    points: jax.Array  # [point, dim], relative to the agent's place
+    widths: jax.Array  # [point], log w
+    spec: EnvSpec = eqx.field(static=True)
+
+    def __init__(self, spec: EnvSpec, points: int, key: Key):
+        place, steer, around = jax.random.split(key, 3)
+        seen = spec.observation.size
+        dims = min(seen, DIMS)
+        # Position comes first in what robots see, and is all there is in a grid.
+        eye = jnp.eye(seen, dims)
+        self.place = eqx.tree_at(lambda x: x.weight, Linear(seen, dims, place, bias=False), eye)
+        self.steer = MLP(2 * seen, 32, points * dims, steer, scale=0.3)
+        self.points = REACH * jax.random.normal(around, (points, dims))
+        self.widths = jnp.linspace(*WIDTHS, points)
+        self.spec = spec
+
+    @property
+    def size(self) -> int:
+        """How many numbers a look-up gives."""
+        return 2 * len(self.widths)
+
+    @property
+    def columns(self) -> int:
+        """How many numbers an entry has."""
+        return self.points.shape[-1] + 2
+
+    def entry(self, token: Token) -> jax.Array:
+        """Where the last step led, what it cost, and 1, or 0 where that is not known; [..., columns].
+
+        The observation that ended an episode is not in the token that follows.
+        """
+        known = ~token.start
+        cost = token.cost / self.spec.max_cost
+        return jnp.concatenate(
+            [self._place(token.observation), jnp.stack([cost, known.astype(jnp.float32)], -1)], -1
+        )
+
+    def look_up(self, token: Token, entries: jax.Array, visible: jax.Array) -> jax.Array:
+        """What is known of the points around the agent, [..., size]; entries [..., entry, column].
+
+        `token` [...], `visible` [..., entry] bool: which entries it may see.
+        """
+        here, before = self._place(token.observation), self._seen(token.previous)
+        moved = jnp.where(token.start[..., None], 0.0, self._seen(token.observation) - before)
+        steered = self.steer(jnp.concatenate([self._seen(token.observation), moved], -1))
+        points = here[..., None, :] + self.points + steered.reshape(*here.shape[:-1], *self.points.shape)
+        places, cost, known = entries[..., :-2], entries[..., -2], entries[..., -1]
+        # −w |q − x|² as one matrix product, [..., point, entry]
+        width = jnp.exp(self.widths)[:, None]
+        ask = [2 * width * points, jnp.broadcast_to(-width, points[..., :1].shape), -width * _square(points)]
+        answer = [places, _square(places), jnp.ones_like(places[..., :1])]
+        near = jnp.concatenate(ask, -1) @ jnp.concatenate(answer, -1).swapaxes(-1, -2)
+        near = jnp.where(visible[..., None, :], jnp.exp(near), 0.0)
+        count, paid = jnp.moveaxis(near @ jnp.stack([known, known * cost], -1), -1, 0)
+        return jnp.concatenate([jnp.log1p(count), paid / (count + NEARLY_NOTHING)], -1)
+
+    def look_up_span(self, token: Token, trial: jax.Array, context: int, begin: jax.Array, steps: int) -> jax.Array:
+        """The same for `steps` tokens of whole rows, the first at time `begin`: [row, steps, size].
+
+        `token` and `trial`, [row, time], are of the whole rows; a token sees the newest `context` of its trial.
+        """
+        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, begin, steps, 1)  # noqa: E731
+        age = (begin + jnp.arange(steps))[:, None] - jnp.arange(trial.shape[1])  # [steps, time]
+        seen = (age >= 0) & (age < context) & (cut(trial)[..., None] == trial[:, None, :])
+        return self.look_up(jax.tree.map(cut, token), self.entry(token)[:, None], seen)
+
+    def look_up_rows(self, token: Token, trial: jax.Array, context: int) -> jax.Array:
+        """The same for all tokens of whole rows, a block at a time, which bounds the memory: [row, time, size]."""
+        steps = trial.shape[1]
+        block = min(BLOCK, steps)
+        begins = np.minimum(np.arange(0, steps, block), steps - block)  # the last block may overlap the one before
+        some = jax.checkpoint(lambda begin: self.look_up_span(token, trial, context, begin, block))
+        found = jax.lax.map(some, jnp.asarray(begins))  # [block, row, time, size]
+        whole, last = found[:-1], found[-1, :, block - (steps - block * (len(begins) - 1)) :]
+        whole = jnp.moveaxis(whole, 0, 1).reshape(len(trial), -1, self.size)
+        return jnp.concatenate([whole, last], 1)
+
+    def _seen(self, observation: jax.Array) -> jax.Array:
+        """An observation as real numbers of moderate size."""
+        if jnp.issubdtype(observation.dtype, jnp.integer):
+            return CELL * observation.astype(jnp.float32)
+        return jnp.sign(observation) * jnp.log1p(jnp.abs(observation))
+
+    def _place(self, observation: jax.Array) -> jax.Array:
+        return self.place(self._seen(observation))
+
+
+def _square(x: jax.Array) -> jax.Array:
+    return (x**2).sum(-1, keepdims=True)

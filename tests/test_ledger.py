@@ -1,0 +1,131 @@
+"""The guard's ledger: what it finds at known places, in rows and step by step, and what a guard learns from it."""
+
+import dataclasses
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from networks import ROOM, ROWS, STEPS, random_rows, random_weights
+from probe import Push
+
+from safeicrl.agents.in_context import InContextAgent
+from safeicrl.errors import UserError
+from safeicrl.nets.heads import PolicyNet
+from safeicrl.nets.ledger import CELL, Ledger
+from safeicrl.nets.transformer import NetConfig
+from safeicrl.optimisers.guard_fit import GuardFitConfig, fit_guard
+from safeicrl.policies.onnx import export_onnx
+from safeicrl.policies.policy import Policy
+from safeicrl.tokens import first_token, next_token
+
+NET = NetConfig(width=8, heads=1, layers=1, context=STEPS, guard=2, guard_ledger=3, dtype="float32")
+
+
+def network(**changes) -> PolicyNet:
+    """Random weights, but for the ledger's: its points begin close to the agent."""
+    net = random_weights(functools.partial(PolicyNet, dataclasses.replace(NET, **changes), ROOM.spec))
+    if net.ledger is None:
+        return net
+    return eqx.tree_at(lambda n: n.guard.ledger, net, Ledger(ROOM.spec, NET.guard_ledger, jax.random.key(0)))
+
+
+def surveyor() -> Ledger:
+    """Looks at the cell it stands on and at the one to the right, and sees nothing of those beside them."""
+    ledger = Ledger(ROOM.spec, 2, jax.random.key(0))
+    still = jax.tree.map(jnp.zeros_like, ledger.steer)
+    points = jnp.array([[0.0, 0.0], [0.0, CELL]])
+    return eqx.tree_at(lambda x: (x.steer, x.points, x.widths), ledger, (still, points, jnp.full(2, 5.0)))
+
+
+def test_it_finds_what_was_paid_where_the_agent_was():
+    """A walk: right onto an obstacle, right onto a free cell, back onto the obstacle, and a new episode."""
+    ledger, cells = surveyor(), jnp.array([[1, 0], [1, 1], [1, 2], [1, 1], [1, 0]])
+    token = first_token(ROOM.spec, cells[0], jnp.float32(3))
+    tokens = [token]
+    for time, cost in enumerate((1.0, 0.0, 1.0, 0.0), 1):
+        step = (cells[time], jnp.int32(4), jnp.float32(0), jnp.float32(cost), jnp.array(time == 4), jnp.float32(3))
+        tokens.append(next_token(tokens[-1], *step))
+    entries = jnp.stack([ledger.entry(token) for token in tokens])
+    seen = jnp.arange(5)
+    found = [np.asarray(ledger.look_up(token, entries, seen <= time)) for time, token in enumerate(tokens)]
+    count, paid = np.expm1(np.stack(found)[:, :2]), np.stack(found)[:, 2:]
+    # The first cell of an episode is no entry: nobody has paid for it.
+    np.testing.assert_allclose(count, [[0, 0], [1, 0], [1, 0], [2, 1], [0, 2]], atol=2e-3)
+    np.testing.assert_allclose(paid[[1, 2, 3, 4], [0, 0, 0, 1]], [1, 0, 1, 1], atol=2e-3)
+    assert paid[3, 1] < 2e-3  # the free cell
+    np.testing.assert_allclose(ledger.look_up(tokens[4], entries, seen < 0), 0, atol=1e-6)
+
+
+@pytest.mark.parametrize("context", [STEPS, 5])
+def test_rows_and_single_steps_find_the_same(context):
+    """Also where trials begin at other times in every row, and where the oldest entries are overwritten."""
+    net, trials = network(context=context), random_rows()
+
+    @eqx.filter_jit
+    def both(net, trials):
+        rows = net.watched(net.trunk.forward(trials.token, trials.trial), trials.token, trials.trial)
+        cache = net.trunk.extend_cache(net.init_cache(ROWS, 0), context)
+        by_time = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), trials.token)
+
+        def step(cache, token):
+            cache, _, watched = net.step(cache, token, token.first)
+            return cache, watched
+
+        return rows, jnp.swapaxes(jax.lax.scan(step, cache, by_time)[1], 0, 1)
+
+    rows, single = both(net, trials)
+    here = np.asarray(trials.valid)
+    np.testing.assert_allclose(single[here], rows[here], rtol=1e-3, atol=1e-4)
+    assert rows.shape[-1] == 8 + 2 * 3
+    assert np.asarray(rows[here][:, 8:]).std(0).min() > 1e-3  # something was found
+
+
+def test_rows_are_looked_up_in_blocks(monkeypatch):
+    """As many steps as there are, whatever a block holds."""
+    ledger, trials = network().ledger, random_rows()
+    found = []
+    for block in (STEPS, 5, 1):
+        monkeypatch.setattr("safeicrl.nets.ledger.BLOCK", block)
+        found.append(jax.jit(lambda t, i: ledger.look_up_rows(t, i, 9))(trials.token, trials.trial))
+    for other in found[1:]:
+        np.testing.assert_allclose(other, found[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_guard_with_a_ledger_knows_obstacles_that_the_features_do_not_tell():
+    """Of a policy with random weights; without a ledger the guard hardly learns more than how many there are."""
+    bare = network(guard=0, guard_ledger=0, context=ROOM.spec.trial_steps)
+    loss = {}
+    for points in (0, 6):
+        rounds = []
+        config = GuardFitConfig(depth=1, ledger=points, rounds=8, rows=32, updates=50)
+        fitted = fit_guard(ROOM, InContextAgent(bare), config, rounds.append)
+        assert (fitted.net.ledger is None) == (points == 0)
+        loss[points] = rounds[-1].loss
+    assert loss[6] < 0.8 * loss[0]
+
+
+def test_what_a_ledger_cannot_do_is_one_line(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="guard_ledger 3 is for a guard: leave it out, or give guard, its depth"):
+        NetConfig(guard_ledger=3)
+    with pytest.raises(UserError, match="guard_ledger must be"):
+        NetConfig(guard=1, guard_ledger=-1)
+    with pytest.raises(UserError, match="ledger must be"):
+        GuardFitConfig(ledger=-1)
+    from safeicrl.envs.registry import env_to_plain
+
+    agent = InContextAgent(network(), risk=0.1)
+    card = {"kind": "net", "env": env_to_plain(ROOM)}
+    with pytest.raises(
+        UserError, match="a guard with a ledger has no ONNX graph: load the policy with guard=False"
+    ):
+        export_onnx(Policy(env=ROOM, agent=agent, card=card), tmp_path / "x")
+
+
+def test_places_of_real_valued_observations_are_of_moderate_size():
+    ledger = Ledger(Push().spec, 2, jax.random.key(0))
+    seen = np.asarray(ledger._seen(jnp.array([-1e6, -1.0, 0.0, 1e6])))
+    assert np.abs(seen).max() < 15
+    assert (np.diff(seen) > 0).all()
