@@ -32,6 +32,8 @@ class OnnxPolicy:
         for layer in range(self.meta["layers"]):
             self.cache[f"keys_{layer}"] = np.zeros((rows, heads, size, slots), np.float32)
             self.cache[f"values_{layer}"] = np.zeros((rows, heads, slots, size), np.float32)
+        if self.meta["entries"]:
+            self.cache["entries"] = np.zeros((rows, *self.meta["entries"]), np.float32)
         self.token = None
 
     def act(self, observation, reward=0.0, cost=0.0, done=False, noise=None):

@@ -17,8 +17,6 @@ from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.ledger import CELL, Ledger
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers.guard_fit import GuardFitConfig, fit_guard
-from safeicrl.policies.onnx import export_onnx
-from safeicrl.policies.policy import Policy
 from safeicrl.tokens import first_token, next_token
 
 NET = NetConfig(width=8, heads=1, layers=1, context=STEPS, guard=2, guard_ledger=3, dtype="float32")
@@ -107,25 +105,17 @@ def test_a_guard_with_a_ledger_knows_obstacles_that_the_features_do_not_tell():
     assert loss[6] < 0.8 * loss[0]
 
 
-def test_what_a_ledger_cannot_do_is_one_line(tmp_path, monkeypatch):
+def test_what_no_ledger_can_be_is_one_line():
     with pytest.raises(UserError, match="guard_ledger 3 is for a guard: leave it out, or give guard, its depth"):
         NetConfig(guard_ledger=3)
     with pytest.raises(UserError, match="guard_ledger must be"):
         NetConfig(guard=1, guard_ledger=-1)
     with pytest.raises(UserError, match="ledger must be"):
         GuardFitConfig(ledger=-1)
-    from safeicrl.envs.registry import env_to_plain
-
-    agent = InContextAgent(network(), risk=0.1)
-    card = {"kind": "net", "env": env_to_plain(ROOM)}
-    with pytest.raises(
-        UserError, match="a guard with a ledger has no ONNX graph: load the policy with guard=False"
-    ):
-        export_onnx(Policy(env=ROOM, agent=agent, card=card), tmp_path / "x")
 
 
 def test_places_of_real_valued_observations_are_of_moderate_size():
     ledger = Ledger(Push().spec, 2, jax.random.key(0))
-    seen = np.asarray(ledger._seen(jnp.array([-1e6, -1.0, 0.0, 1e6])))
+    seen = np.asarray(ledger.scaled(jnp.array([-1e6, -1.0, 0.0, 1e6])))
     assert np.abs(seen).max() < 15
     assert (np.diff(seen) > 0).all()

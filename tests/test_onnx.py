@@ -31,7 +31,7 @@ PUSH = Push(max_steps=4, episodes=3)
 ROWS = 3
 
 
-def policy(env, *, temperature=0.0, risk=None, trained=4, **net) -> Policy:
+def policy(env, *, temperature=0.0, risk=None, trained=4, settle=None, **net) -> Policy:
     config = NetConfig(width=8, layers=2, heads=2, context=9, dtype="float32", **net)
     weights = random_weights(PolicyNet, config, env.spec, scale=2.0)
     # biases around zero: else one action would always win
@@ -39,7 +39,7 @@ def policy(env, *, temperature=0.0, risk=None, trained=4, **net) -> Policy:
     arrays, static = eqx.partition(weights, eqx.is_array)
     weights = eqx.combine(jax.tree_util.tree_map_with_path(centred, arrays), static)
     agent = InContextAgent(net=weights, risk=risk, temperature=temperature, trained_episodes=trained)
-    return Policy(env=env, agent=agent, card={"kind": "net", "env": env_to_plain(env)})
+    return Policy(env=env, agent=agent, card={"kind": "net", "env": env_to_plain(env)}, settle=settle)
 
 
 def experience(env, steps: int):
@@ -53,6 +53,7 @@ def experience(env, steps: int):
 KINDS = {
     "discrete": (ROOM, {}),
     "guarded": (ROOM, {"guard": 2, "guard_clock": True, "risk": 0.4}),
+    "guarded by a ledger": (ROOM, {"guard": 2, "guard_ledger": 3, "risk": 0.4}),
     "one episode, saturated": (ROOM, {"trained": 1, "saturate": 1}),
     "levels": (PUSH, {"levels": 5}),
     "gaussian": (PUSH, {}),
@@ -93,6 +94,19 @@ def test_the_runner_acts_as_the_policy_through_whole_trials(tmp_path, kind):
     np.testing.assert_array_equal(theirs.cache["age"], memory.age)
     np.testing.assert_array_equal(theirs.cache["clock"], memory.clock)
     assert (memory.clock < 30).any()  # something was taken back
+
+
+@pytest.mark.filterwarnings("ignore::safeicrl.errors.BeyondTraining")
+def test_a_memory_that_goes_on_goes_on_in_the_graph_too(tmp_path):
+    ours = policy(ROOM, settle=False)
+    theirs = OnnxPolicy(str(export_onnx(ours, tmp_path / "policy")))
+    for each in (ours, theirs):
+        each.start(budget=[1.0, 2.0, 1.5])
+    for step, (seen, reward, cost, done) in enumerate(experience(ROOM, 30)):
+        last = (reward, cost, done) if step else ()
+        np.testing.assert_array_equal(theirs.act(seen, *last), ours.act(seen, *last))
+    np.testing.assert_array_equal(theirs.cache["clock"], [30] * ROWS)  # nothing was taken back
+    np.testing.assert_array_equal(theirs.cache["age"], ours._trial.memory.age)
 
 
 def test_with_the_same_noise_sampled_actions_are_the_same_too(tmp_path):

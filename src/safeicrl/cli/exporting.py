@@ -107,7 +107,7 @@ def _export_onnx(policy: str, out: Path, options: dict[str, Any]) -> None:
 
 
 def fit_guard(args: list[str]) -> int:
-    """Fit a guard to a frozen policy that has none, from what it plays: fit-guard POLICY --out FILE."""
+    """Fit a guard to a frozen policy, from what it plays: fit-guard POLICY --out FILE."""
     from safeicrl.machine.signals import StopRequest
     from safeicrl.optimisers.guard_fit import GuardFitConfig, GuardRound
     from safeicrl.policies.add_guard import add_guard
@@ -119,6 +119,7 @@ def fit_guard(args: list[str]) -> int:
             ("policy", Annotated[str, tyro.conf.Positional, tyro.conf.arg(help="name or path of the policy")]),
             ("out", helped(Path, "file to write: OUT.safetensors, and its card OUT.json")),
             ("overwrite", helped(bool, "replace an existing file"), field(default=False)),
+            ("replace", helped(bool, "throw away a guard with which it was trained"), field(default=False)),
             ("what", Annotated[GuardFitConfig, tyro.conf.arg(name="")], field(default=GuardFitConfig())),
         ],
         frozen=True,
@@ -132,12 +133,13 @@ def fit_guard(args: list[str]) -> int:
         elif now.round == 1 or now.round % 5 == 0:
             print(
                 f"round {now.round} of {asked.what.rounds}: a step costs with a chance of {now.predicted:.3f} "
-                f"(observed {now.observed:.3f}), cross-entropy {now.loss:.4f}, {now.steps:,} steps"
+                f"(observed {now.observed:.3f}), cross-entropy {now.loss:.4f}, {now.steps:,} steps",
+                flush=True,
             )
 
     with StopRequest() as stop:
         path = add_guard(
-            asked.policy, asked.out, asked.what, overwrite=asked.overwrite, report=say,
+            asked.policy, asked.out, asked.what, overwrite=asked.overwrite, replace=asked.replace, report=say,
             stop=lambda: stop.requested,
         )  # fmt: skip
     print(f"wrote {path} and {path.with_suffix('.json')}, risk {asked.what.risk:g}")

@@ -74,9 +74,9 @@ class Ledger(eqx.Module):
 
         `token` [...], `visible` [..., entry] bool: which entries it may see.
         """
-        here, before = self._place(token.observation), self._seen(token.previous)
-        moved = jnp.where(token.start[..., None], 0.0, self._seen(token.observation) - before)
-        steered = self.steer(jnp.concatenate([self._seen(token.observation), moved], -1))
+        here, before = self._place(token.observation), self.scaled(token.previous)
+        moved = jnp.where(token.start[..., None], 0.0, self.scaled(token.observation) - before)
+        steered = self.steer(jnp.concatenate([self.scaled(token.observation), moved], -1))
         points = here[..., None, :] + self.points + steered.reshape(*here.shape[:-1], *self.points.shape)
         places, cost, known = entries[..., :-2], entries[..., -2], entries[..., -1]
         # −w |q − x|² as one matrix product, [..., point, entry]
@@ -109,14 +109,14 @@ class Ledger(eqx.Module):
         whole = jnp.moveaxis(whole, 0, 1).reshape(len(trial), -1, self.size)
         return jnp.concatenate([whole, last], 1)
 
-    def _seen(self, observation: jax.Array) -> jax.Array:
+    def scaled(self, observation: jax.Array) -> jax.Array:
         """An observation as real numbers of moderate size."""
         if jnp.issubdtype(observation.dtype, jnp.integer):
             return CELL * observation.astype(jnp.float32)
         return jnp.sign(observation) * jnp.log1p(jnp.abs(observation))
 
     def _place(self, observation: jax.Array) -> jax.Array:
-        return self.place(self._seen(observation))
+        return self.place(self.scaled(observation))
 
 
 def _square(x: jax.Array) -> jax.Array:

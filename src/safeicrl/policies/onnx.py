@@ -4,6 +4,7 @@
               noise                  of the choice; zeros take the most probable action
               risk                   what the guard tolerates, if there is one; may be left out
               keys_0, values_0, …, clock, age                                            the cache (transformer.py)
+              entries                                                                    the guard's ledger, if any
               marked_clock, marked_age, best, worst, earned, left                        the memory (settled.py)
     outputs   chosen                 the action; with a guard, also risk_taken and stepped_in
               new_keys_0, …          cache and memory after the step
@@ -29,11 +30,13 @@ from safeicrl.files import atomic_write
 from safeicrl.nets import guard as guards
 from safeicrl.nets.heads import EDGE, FORBIDDEN, LOG_STD
 from safeicrl.nets.layers import MLP, LayerNorm, Linear
+from safeicrl.nets.ledger import CELL, NEARLY_NOTHING
 from safeicrl.nets.transformer import CTG_SCALES, TIME_WAVES, Block
 from safeicrl.policies.policy import Policy
 
 OPSET = 20  # the first with Gelu
 IR = 9  # the first that goes with it
+NEVER_LAST = 2**62  # an episode that no trial reaches
 COUNTS, NUMBERS = ("clock", "age", "marked_clock", "marked_age"), ("best", "worst", "earned", "left")
 # what a trial begins with in every row: the cache's clock and age, and the memory of `settled.Settled`
 MEMORY = dict.fromkeys(COUNTS, 0) | {"best": -NEVER, "worst": NEVER, "earned": 0.0, "left": 0.0}
@@ -50,8 +53,6 @@ def export_onnx(policy: Policy, out: str | Path) -> Path:
         raise UserError(f"only policies of kind 'net' become ONNX graphs, not {policy.card.get('kind')!r}")
     if agent.net.guard is not None and agent.risk is not None and not isinstance(policy.env.spec.action, Discrete):
         raise UserError("the guard of real-valued actions has no ONNX graph: load the policy with guard=False")
-    if agent.net.ledger is not None and agent.risk is not None:
-        raise UserError("a guard with a ledger has no ONNX graph: load the policy with guard=False")
     refuse_several(policy.env.spec, "an ONNX graph")
     slots = policy.context
     assert slots is not None
@@ -86,6 +87,7 @@ def _runner_needs(policy: Policy, agent: InContextAgent, slots: int) -> dict[str
         "cost_unit": spec.cost_unit,
         "memory": MEMORY,
         "layers": config.layers,
+        "entries": None if agent.risk is None or agent.net.ledger is None else [slots, agent.net.ledger.columns],
         "cache": [config.heads, config.width // config.heads, slots],
         "limits": policy.card.get("limits", []),
     }
@@ -97,6 +99,7 @@ class _Step:
     def __init__(self, onnx: Any, agent: InContextAgent, slots: int) -> None:
         self.onnx, self.agent, self.slots = onnx, agent, slots
         self.net, self.spec, self.config = agent.net, agent.net.trunk.spec, agent.net.trunk.config
+        self.ledger = None if agent.risk is None else agent.net.ledger
         self.nodes: list[Any] = []
         self.weights: list[Any] = []
         self.inputs: list[Any] = []
@@ -119,9 +122,12 @@ class _Step:
         for layer, block in enumerate(self.net.trunk.blocks):
             x = self.block(layer, block, x, slot, self.op("Unsqueeze", seen, self.const(np.array([1, 2]))))
         features = self.norm(self.net.trunk.norm_out, x)
+        watched = features
+        if self.ledger is not None:
+            watched = self.op("Concat", features, self.look_up(token, slot, seen), axis=1)
         self.output("new_clock", self.op("Add", clock, self.const(np.int64(1))), np.int64, ["row"])
         self.output("new_age", now, np.int64, ["row"])
-        self.choose(features, token["ctg"], token["time"])
+        self.choose(features, watched, token["ctg"], token["time"])
         return self.onnx.helper.make_graph(self.nodes, "act", self.inputs, self.outputs, self.weights)
 
     def take_back(self, token: dict[str, str], first: str) -> tuple[str, str]:
@@ -135,7 +141,7 @@ class _Step:
         within = op("GreaterOrEqual", op("Sub", left, token["cost"]), const(np.float32(-1e-6)))  # as `is_over`
         spread = op("Where", op("Greater", best, never[1]), op("Sub", best, worst), no)
         better = op("Greater", total, op("Add", best, spread))
-        last = const(np.int64((self.agent.trained_episodes or 2**62) - 1))
+        last = const(np.int64((self.agent.trained_episodes if self.agent.settles else None) or NEVER_LAST) - 1)
         ended = op("And", start, op("Not", first))
         late = op("And", ended, op("Greater", episode, last))
         back = op("And", late, op("And", within, op("Not", better)))
@@ -261,10 +267,57 @@ class _Step:
         scale, offset = (self.const(np.asarray(part, np.float32)) for part in (layer.scale, layer.offset))
         return self.op("LayerNormalization", x, scale, offset, axis=-1, epsilon=1e-5)
 
+    def look_up(self, token: dict[str, str], slot: str, seen: str) -> str:
+        """`Ledger.look_up` in the entries with this step's own, [row, size]."""
+        ledger, op, const = self.ledger, self.op, lambda x: self.const(np.asarray(x, np.float32))
+        assert ledger is not None
+        points, dims = ledger.points.shape
+        wide = lambda x: op("Unsqueeze", x, self.const(np.array([1])))  # noqa: E731
+        now, before = (self.seen(token[name]) for name in ("observation", "previous"))
+        here = self.linear(ledger.place, now)
+        paid = op("Div", wide(token["cost"]), const(self.spec.max_cost))
+        entry = wide(op("Concat", here, paid, self.real(wide(op("Not", token["start"]))), axis=1))
+        entries = self.input("entries", np.float32, ["row", self.slots, ledger.columns])
+        at = op("Expand", op("Squeeze", slot, self.const(np.array([3]))), op("Shape", entry))
+        entries = op("ScatterElements", entries, at, entry, axis=1, out="new_entries")
+        self.output("new_entries", entries, np.float32, ["row", self.slots, ledger.columns])
+        places, cost, known = (
+            op("Slice", entries, self.const(np.array([a])), self.const(np.array([b])), self.const(np.array([2])))
+            for a, b in ((0, dims), (dims, dims + 1), (dims + 1, dims + 2))
+        )
+        moved = op("Where", wide(token["start"]), const(0), op("Sub", now, before))
+        steered = self.mlp(ledger.steer, op("Concat", now, moved, axis=1))
+        steered = op("Reshape", steered, self.const(np.array([-1, points, dims])))
+        asked = op("Add", op("Add", wide(here), const(ledger.points)), steered)  # [row, point, dim]
+        square = lambda x: op("ReduceSum", op("Mul", x, x), self.const(np.array([2])), keepdims=1)  # noqa: E731
+        across = lambda x: op("Transpose", x, perm=[0, 2, 1])  # noqa: E731
+        width = np.exp(np.asarray(ledger.widths))[:, None]
+        near = op(
+            "Sub",
+            op("MatMul", op("Mul", const(2 * width), asked), across(places)),
+            op("Mul", const(width), square(asked)),
+        )
+        near = op("Exp", op("Sub", near, op("Mul", const(width), across(square(places)))))
+        near = op("Where", wide(seen), near, const(0))  # [row, point, slot]
+        sums = op("MatMul", near, op("Concat", known, op("Mul", known, cost), axis=2))  # [row, point, 2]
+        count, paid = (op("Gather", sums, self.const(np.int64(i)), axis=2) for i in (0, 1))
+        share = op("Div", paid, op("Add", count, const(NEARLY_NOTHING)))
+        return op("Concat", op("Log", op("Add", count, const(1))), share, axis=1)
+
+    def seen(self, observation: str) -> str:
+        """`Ledger.scaled`."""
+        if not isinstance(self.spec.observation, Box):
+            return self.op("Mul", self.real(observation), self.const(np.float32(CELL)))
+        size = self.op("Log", self.op("Add", self.op("Abs", observation), self.const(np.float32(1))))
+        return self.op("Mul", self.op("Sign", observation), size)
+
     # -- the choice -----------------------------------------------------------------------------------------
 
-    def choose(self, features: str, ctg: str, time: str) -> None:
-        """The action: the one whose score plus noise is greatest, or the Gaussian at the noise."""
+    def choose(self, features: str, watched: str, ctg: str, time: str) -> None:
+        """The action: the one whose score plus noise is greatest, or the Gaussian at the noise.
+
+        `watched` is what the guard reads.
+        """
         space, levels = self.spec.action, self.config.levels
         temperature = self.agent.temperature or 1.0  # greedy is noise of zero
         out = self.mlp(self.net.actor, features)
@@ -272,7 +325,7 @@ class _Step:
             logits = self.op("Div", out, self.const(np.float32(temperature)))
             scores = self.op("Add", logits, self.input("noise", np.float32, ["row", space.n]))
             if self.net.guard is not None and self.agent.risk is not None:
-                scores = self.guarded(features, ctg, time, scores)
+                scores = self.guarded(watched, ctg, time, scores)
             self.output("chosen", self.op("ArgMax", scores, axis=1, keepdims=0), np.int64, ["row"])
         elif levels:
             logits = self.op("Reshape", out, self.const(np.array([-1, space.size, levels])))
