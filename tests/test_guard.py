@@ -34,7 +34,7 @@ from safeicrl.optimisers import guard_fit
 from safeicrl.optimisers.guard_fit import GuardFitConfig
 from safeicrl.optimisers.ppo import ActorCritic, Batch, PPOConfig
 from safeicrl.policies import running
-from safeicrl.policies.add_guard import add_guard
+from safeicrl.policies.add_guard import REPLACED, add_guard
 from safeicrl.policies.cards import save_policy
 from safeicrl.policies.contenders import released
 from safeicrl.policies.policy import load_policy
@@ -606,6 +606,20 @@ def test_a_guard_is_fitted_to_a_policy_that_has_none(tmp_path, capsys, monkeypat
     assert "guarded.safetensors exists" in capsys.readouterr().err
     assert main(["fit-guard", bare, "--out", str(tmp_path / "other"), "--risk", "1"]) == 2
     assert "risk must be a number between 0 and 1" in capsys.readouterr().err
+
+
+def test_a_guard_of_training_is_replaced_only_if_that_is_asked_for(guarded, tmp_path):
+    config = GuardFitConfig(depth=2, ledger=2, rounds=1, rows=4, updates=1, risk=0.3)
+    path = add_guard(guarded, tmp_path / "new", config, replace=True)
+    again = add_guard(path, tmp_path / "again", config)  # it was fitted: nothing is lost
+    old, *new = (load_policy(each) for each in (guarded, path, again))
+    for policy in new:
+        assert policy.card["limits"] == [REPLACED]
+        assert (policy.card["net"]["guard"], policy.card["net"]["guard_ledger"], policy.card["risk"]) == (2, 2, 0.3)
+        assert policy.card["name"] == "guarded with a fitted guard"
+        arrays = ((x.trunk, x.actor) for x in (old.agent.net, policy.agent.net))
+        ours, theirs = (jax.tree.leaves(eqx.filter(each, eqx.is_array)) for each in arrays)
+        assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_a_fit_sees_other_actions_than_a_greedy_policy_plays():

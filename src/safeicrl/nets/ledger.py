@@ -79,12 +79,10 @@ class Ledger(eqx.Module):
         steered = self.steer(jnp.concatenate([self.scaled(token.observation), moved], -1))
         points = here[..., None, :] + self.points + steered.reshape(*here.shape[:-1], *self.points.shape)
         places, cost, known = entries[..., :-2], entries[..., -2], entries[..., -1]
-        # −w |q − x|² as one matrix product, [..., point, entry]
-        width = jnp.exp(self.widths)[:, None]
-        ask = [2 * width * points, jnp.broadcast_to(-width, points[..., :1].shape), -width * _square(points)]
-        answer = [places, _square(places), jnp.ones_like(places[..., :1])]
-        near = jnp.concatenate(ask, -1) @ jnp.concatenate(answer, -1).swapaxes(-1, -2)
-        near = jnp.where(visible[..., None, :], jnp.exp(near), 0.0)
+        # One dimension after the other, and no last axis of two: XLA makes one fast loop of it.
+        gaps = (points[..., dim, None] - places[..., None, :, dim] for dim in range(points.shape[-1]))
+        near = jnp.exp(-jnp.exp(self.widths)[:, None] * sum(gap**2 for gap in gaps))  # [..., point, entry]
+        known = jnp.where(visible, known, 0.0)
         count, paid = jnp.moveaxis(near @ jnp.stack([known, known * cost], -1), -1, 0)
         return jnp.concatenate([jnp.log1p(count), paid / (count + NEARLY_NOTHING)], -1)
 
@@ -117,7 +115,3 @@ class Ledger(eqx.Module):
 
     def _place(self, observation: jax.Array) -> jax.Array:
         return self.place(self.scaled(observation))
-
-
-def _square(x: jax.Array) -> jax.Array:
-    return (x**2).sum(-1, keepdims=True)
