@@ -43,14 +43,16 @@ def act_ms(name: str, batch: int, rounds: int, acts: int = 60) -> dict[str, floa
     return {"batch": batch, "with": own, "without": bare, "ratio": own / bare}
 
 
-def update_s(name: str, rows: int, steps: int, rounds: int) -> dict[str, float]:
+def update_s(name: str, points: int, rows: int, steps: int, rounds: int) -> dict[str, float]:
     """Seconds of one update of a preset's algorithm at smaller rows, with the guard and without it."""
     experiment = preset(name).stages[0].experiment
     runs: dict[bool, Any] = {}
     for guard in (True, False):
         config = experiment.algo
         changes = {"rows": rows, "steps": steps, "ppo.minibatch": rows // 2}
-        if not guard:
+        if guard:
+            changes |= {"net.guard_ledger": points}
+        else:
             changes |= {"net.guard": 0, "net.guard_clock": False, "risk": 0.03, "first_risk": None, "bold": 0.0}
         small = changed(config, changes)
         algorithm = dataclasses.replace(experiment, algo=small).build()
@@ -75,6 +77,7 @@ def main() -> None:
     parser.add_argument("--policy", default="safe-dark-room-guard")
     parser.add_argument("--preset", default="darkroom-guard")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--ledger", type=int, default=0, help="points that the guard looks up, in the update")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=8)
@@ -82,7 +85,7 @@ def main() -> None:
     args = parser.parse_args()
     about = provenance()
     acts = [act_ms(args.policy, batch, args.rounds) for batch in args.batches]
-    update = update_s(args.preset, args.rows, args.steps, args.rounds)
+    update = update_s(args.preset, args.ledger, args.rows, args.steps, args.rounds)
     for line in acts:
         Console().print(
             f"one act, batch {line['batch']}: {line['with']:.2f} / {line['without']:.2f} ms = {line['ratio']:.3f}"
