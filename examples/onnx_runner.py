@@ -32,7 +32,7 @@ class OnnxPolicy:
         for layer in range(self.meta["layers"]):
             self.cache[f"keys_{layer}"] = np.zeros((rows, heads, size, slots), np.float32)
             self.cache[f"values_{layer}"] = np.zeros((rows, heads, slots, size), np.float32)
-        if self.meta["entries"]:
+        if self.meta.get("entries"):
             self.cache["entries"] = np.zeros((rows, *self.meta["entries"]), np.float32)
         self.token = None
 

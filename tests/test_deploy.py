@@ -197,7 +197,9 @@ def saved(tmp_path):
 
 def test_a_context_belongs_to_one_policy(saved, tmp_path):
     for other in (guarded(seed=1), Policy(env=ROOM, agent=guarded().agent, card={"kind": "net", "env": {}})):
-        with pytest.raises(UserError, match="was saved by another policy, or for another environment"):
+        with pytest.raises(
+            UserError, match="was saved by another policy, for another environment, or with another"
+        ):
             other.load_context(saved)
     with pytest.raises(UserError, match="no context at"):
         guarded().load_context(tmp_path / "none")

@@ -521,7 +521,7 @@ def test_a_guard_that_is_off_stays_off(guarded):
         policy.change(risk=0.1)
     with pytest.raises(UserError, match="guard=True, but the guard of this policy is off"):
         load_policy(guarded, guard=False).start(budget=1, guard=True)
-    with pytest.raises(UserError, match="has a guard, with which it was trained: --replace fits another one"):
+    with pytest.raises(UserError, match="has a guard, with which it was trained: replace=True"):
         add_guard(guarded, guarded.with_name("other"), GuardFitConfig())
 
 

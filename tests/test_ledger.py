@@ -81,6 +81,16 @@ def test_rows_and_single_steps_find_the_same(context):
     assert np.asarray(rows[here][:, 8:]).std(0).min() > 1e-3  # something was found
 
 
+def test_in_half_precision_too():
+    net, trials = network(dtype="bfloat16"), random_rows()
+    features = net.trunk.forward(trials.token, trials.trial)
+    watched = net.watched(features, trials.token, trials.trial)
+    found = net.ledger.look_up_rows(trials.token, trials.trial, STEPS)
+    assert watched.dtype == features.dtype == jnp.bfloat16
+    assert found.dtype == jnp.float32  # places are told apart in full precision
+    np.testing.assert_allclose(watched[..., 8:].astype(jnp.float32), found, rtol=0.01, atol=1e-4)
+
+
 def test_rows_are_looked_up_in_blocks(monkeypatch):
     """As many steps as there are, whatever a block holds."""
     ledger, trials = network().ledger, random_rows()

@@ -59,8 +59,8 @@ def zeros(algorithm, seeds=1):
     return jax.tree.map(lambda x: fill(x) if is_shape(x) else x, shapes)
 
 
-def first_state(algorithm, start, seeds=1):
-    return _beginning(algorithm, str(start))(zeros(algorithm, seeds), seeds).optimiser
+def first_state(algorithm, start, seeds=1, seed=0):
+    return _beginning(algorithm, str(start))(zeros(algorithm, seeds), range(seed, seed + seeds)).optimiser
 
 
 def same(one, other) -> bool:
@@ -93,15 +93,16 @@ def test_all_seeds_begin_with_it(tmp_path):
         assert same(each, weights)
 
 
-def test_as_many_seeds_each_begin_with_their_own_and_others_with_the_first(tmp_path):
-    own = [released(tmp_path / f"best-seed{seed}.safetensors") for seed in range(2)]
-    own[1] = jax.tree.map(lambda x: x + 1 if eqx.is_inexact_array(x) else x, own[1])
+def test_each_seed_begins_with_its_own_policy_if_all_have_one_else_with_the_first(tmp_path):
+    own = {seed: released(tmp_path / f"best-seed{seed}.safetensors") for seed in (1, 2)}
+    own[2] = jax.tree.map(lambda x: x + 1 if eqx.is_inexact_array(x) else x, own[2])
     card = {"kind": "net", "net": dataclasses.asdict(NET), "env": env_to_plain(ROOM)}
-    save_policy(tmp_path / "best-seed1.safetensors", InContextAgent(net=own[1]), card)
-    for seeds, expected in ((2, own), (3, own[:1] * 3), (1, own[:1])):
-        policy = eqx.filter(first_state(learner(), tmp_path, seeds=seeds).net.policy, eqx.is_array)
-        for seed, weights in enumerate(expected):
-            assert same(policy if seeds == 1 else jax.tree.map(lambda x, i=seed: x[i], policy), weights)
+    save_policy(tmp_path / "best-seed2.safetensors", InContextAgent(net=own[2]), card)
+    for seed, expected in ((1, [own[1], own[2]]), (2, [own[2]]), (0, [own[1], own[1]]), (2, [own[1], own[1]])):
+        seeds = len(expected)
+        policy = eqx.filter(first_state(learner(), tmp_path, seeds, seed).net.policy, eqx.is_array)
+        for index, weights in enumerate(expected):
+            assert same(policy if seeds == 1 else jax.tree.map(lambda x, i=index: x[i], policy), weights)
 
 
 def test_off_policy_too(tmp_path):
@@ -128,6 +129,12 @@ def test_what_does_not_fit_is_refused(tmp_path):
     )
     with pytest.raises(UserError, match=words):
         first_state(learner(), tmp_path / "wide")
+    released(tmp_path / "deep.safetensors", guard=2, guard_ledger=3)
+    words = (
+        r"has guard 2, this run has 1; has guard_ledger 3, .*: use --algo\.net\.guard 2 --algo\.net\.guard_ledger"
+    )
+    with pytest.raises(UserError, match=words):
+        first_state(learner(guard=1), tmp_path / "deep")
     card = {"kind": "mlp", "hidden": [4], "env": env_to_plain(ROOM)}
     save_policy(tmp_path / "mlp.safetensors", MlpAgent.build(ROOM.spec, (4,)), card)
     with pytest.raises(UserError, match="mlp has no network with width, layers and heads, as this run has"):

@@ -30,8 +30,7 @@ class InContextAgent(eqx.Module):
     def init(self, tasks: PyTree, rows: int) -> Memory:
         """An empty context."""
         trunk = self.net.trunk
-        net = trunk if self.risk is None else self.net  # a guard that is off needs no ledger
-        cache = net.init_cache(rows, 0, own_clocks=self.settles)
+        cache = self.net.init_cache(rows, 0, own_clocks=self.settles)
         return settled(cache, trunk.spec.cost_shape) if self.settles else cache
 
     def extend(self, memory: Memory, steps: int) -> Memory:

@@ -282,7 +282,8 @@ class PolicyNet(eqx.Module):
 
     def step(self, cache: Cache, token: Token, fresh: jax.Array) -> tuple[Cache, jax.Array, jax.Array]:
         """The transformer's step: the cache, the policy's features, and what the guard reads, [row, ...]."""
-        clock, (after, features) = cache.clock, self.trunk.step(cache, token, fresh)
+        clock = cache.clock
+        after, features = self.trunk.step(cache, token, fresh)
         if self.ledger is None or cache.entries is None:
             return after, features, features
         slots, entry = cache.entries.shape[1], self.ledger.entry(token)

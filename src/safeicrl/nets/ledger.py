@@ -1,7 +1,7 @@
 """The guard's ledger: what the steps of the trial have cost, to be looked up near where the agent is.
 
 A transformer can learn where costs were, but only slowly: the guard's loss is one of several on its features. The
-ledger needs not learn it. Every token is an entry, a place and what it cost to get there, and a few points around
+ledger need not be learned. Every token is an entry, a place and what it cost to get there, and a few points around
 the agent are looked up among all entries of the trial:
 
     n(q) = Σ_j exp(−w |q − x_j|²)                  how well the point q is known
@@ -79,7 +79,7 @@ class Ledger(eqx.Module):
         steered = self.steer(jnp.concatenate([self.scaled(token.observation), moved], -1))
         points = here[..., None, :] + self.points + steered.reshape(*here.shape[:-1], *self.points.shape)
         places, cost, known = entries[..., :-2], entries[..., -2], entries[..., -1]
-        # One dimension after the other, and no last axis of two: XLA makes one fast loop of it.
+        # The gaps one dimension after the other, without an axis of dimensions: XLA makes one fast loop of it.
         gaps = (points[..., dim, None] - places[..., None, :, dim] for dim in range(points.shape[-1]))
         near = jnp.exp(-jnp.exp(self.widths)[:, None] * sum(gap**2 for gap in gaps))  # [..., point, entry]
         known = jnp.where(visible, known, 0.0)

@@ -1,4 +1,4 @@
-"""A guard for a policy that has none: fitted to the frozen policy, from what it plays.
+"""A guard for a policy that has none, or another one: fitted to the frozen policy, from what it plays.
 
 The policy's features stay as they are; only the cost model on them is learned. It plays training tasks, in the
 first half of the rounds without a guard. In the second half its guard is on, but for a quarter of the rows: the
@@ -216,7 +216,8 @@ def _loss(guard: Guard, data: Play, context: int, key: Key) -> jax.Array:
         return guard.loss(data.features, data.taken, data.cost, data.done, data.known)[0]
     steps = data.cost.shape[1]
     span = min(SPAN, steps)
-    begin = jax.random.randint(key, (), 0, steps - span + 1)
+    # as often at the ends of a row as elsewhere
+    begin = jnp.clip(jax.random.randint(key, (), 1 - span, steps), 0, steps - span)
     found = guard.ledger.look_up_span(data.token, data.trial, context, begin, span)
     features, taken, cost, done, known = (
         jax.lax.dynamic_slice_in_dim(x, begin, span, 1)

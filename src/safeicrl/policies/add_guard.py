@@ -43,9 +43,11 @@ def add_guard(
     card = read_card(source)
     if card["kind"] != "net":
         raise UserError(f"a guard is for policies of kind 'net', {name_or_path} is of kind {card['kind']!r}")
-    had_own = bool(card["net"].get("guard")) and ("guard_fit" not in card or REPLACED in card.get("limits", []))
-    if had_own and not replace and "guard_fit" not in card:
-        raise UserError(f"{name_or_path} has a guard, with which it was trained: --replace fits another one")
+    trained_with = bool(card["net"].get("guard")) and "guard_fit" not in card
+    if trained_with and not replace:
+        raise UserError(
+            f"{name_or_path} has a guard, with which it was trained: replace=True (--replace) fits another one"
+        )
     env, agent = load_agent(source, card)
     agent, _ = with_options(env, agent, temperature=card.get("temperature"))
     assert isinstance(agent, InContextAgent)
@@ -64,7 +66,7 @@ def add_guard(
     made = {key: where[key] for key in ("command", "date", "safeicrl")}
     about = {**dataclasses.asdict(config), "rounds_done": done, "temperature": agent.temperature, **made}
     limits = [limit for limit in card.get("limits", []) if limit not in (LIMIT, REPLACED)]
-    limits.append(REPLACED if had_own else LIMIT)
+    limits.append(REPLACED if trained_with or REPLACED in card.get("limits", []) else LIMIT)
     name = f"{str(card.get('name') or source.stem).removesuffix(FITTED)}{FITTED}"
     new = {**kept, "name": name, "net": net, "risk": config.risk, "guard_fit": about, "limits": limits}
     save_policy(target, dataclasses.replace(fitted, risk=None), new)

@@ -287,7 +287,9 @@ class Policy:
             )
 
     def _identity(self) -> str:
-        return contexts.identity(self.agent, {"env": self.card.get("env"), "kind": self.card.get("kind")})
+        goes_on = getattr(self.agent, "settles", None) is False  # its memory has another form
+        described = {"env": self.card.get("env"), "kind": self.card.get("kind")}
+        return contexts.identity(self.agent, described | ({"settles": False} if goes_on else {}))
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -329,8 +331,9 @@ class Policy:
     def warn_beyond(self, *, budgets: Any = (), episodes: int = 0, steps: int = 0) -> None:
         """Warn about budgets, episodes of a trial and steps of an episode that it was never trained on.
 
-        More than K episodes are no reason to warn: a memory settles (agents/settled.py), and Safe AD's window
-        slides as in training. A second episode is one, if training had single episodes only.
+        More than K episodes are no reason to warn: a memory settles (agents/settled.py), unless training had longer
+        trials, and Safe AD's window slides as in training. A second episode is one, if training had single episodes
+        only.
         """
         spec = self.trained
         usable = lambda values: usable_budget(np.asarray(values, np.float32), spec)  # noqa: E731

@@ -49,7 +49,7 @@ class TrainConfig:
     seed: int = 0  # of networks, tasks and actions
     seeds: int = 1  # how many seeds (seed, seed + 1, ...) train side by side in one vmapped program
     # what this run begins with: the folder of a run, all its networks; or a policy (name, path), with new critics.
-    # A folder with policies of as many seeds, but no checkpoint: each seed begins with its own policy
+    # A folder with a policy of each seed, but no checkpoint: each seed begins with its own
     start: str | None = None
     chunk: int = 1  # iterations in one call of the jitted program
     checkpoint_minutes: float = 2.0  # minutes between checkpoints; 0: one after every chunk

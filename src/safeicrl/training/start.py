@@ -19,7 +19,7 @@ from safeicrl.policies import checkpoint
 from safeicrl.policies.cards import read_card
 from safeicrl.policies.catalogue import SEED, find_policy, load_agent, run_policies
 from safeicrl.provenance import surroundings
-from safeicrl.training.settings import TrainConfig, describe
+from safeicrl.training.settings import TrainConfig, describe, seeds_of
 from safeicrl.training.state import first_state
 from safeicrl.training.status import Status
 
@@ -36,7 +36,7 @@ def _begin(
     begin = None if config.start is None else _beginning(algorithm, config.start)
     state = eqx.filter_jit(first_state)(algorithm, config.seed, config.seeds)
     if begin is not None:
-        state = begin(state, config.seeds)
+        state = begin(state, seeds_of(config))
     described = describe(algorithm.env, algorithm.config, config)
     write_json(folder / "config.json", {**described, **surroundings()})
     return state, Status(failures=[0] * config.seeds, best=[None] * config.seeds)
@@ -65,7 +65,7 @@ def check_start(algorithm: Algorithm, start: str) -> None:
     _beginning(algorithm, start)
 
 
-def _beginning(algorithm: Algorithm, start: str) -> Callable[[PyTree, int], PyTree]:
+def _beginning(algorithm: Algorithm, start: str) -> Callable[[PyTree, range], PyTree]:
     """What puts the networks of `start`, a run or a policy, into a first state; refused here if they do not fit."""
     checkpointed = Path(start) / CHECKPOINT
     if checkpointed.exists():
@@ -77,16 +77,17 @@ def _beginning(algorithm: Algorithm, start: str) -> Callable[[PyTree, int], PyTr
     start_with = getattr(algorithm, "start_with", None)
     if start_with is None:
         raise UserError(f"{type(algorithm).__name__} cannot start with a policy; --start takes a run's folder")
-    agents = []
-    for path in paths:
+    agents = {}
+    for seed, path in paths.items():
         card = read_card(path)
         _check_sizes(algorithm, card.get("net", {}), start)
-        agents.append(load_agent(path, card)[1])
+        agents[seed] = load_agent(path, card)[1]
 
-    def begin(state: PyTree, seeds: int) -> PyTree:
-        if seeds == 1:
-            return _apart(start_with(state, agents[0]))
-        each = agents if len(agents) == seeds else agents[:1] * seeds
+    def begin(state: PyTree, seeds: range) -> PyTree:
+        own = all(seed in agents for seed in seeds)
+        each = [agents[seed] if own else next(iter(agents.values())) for seed in seeds]
+        if len(seeds) == 1:
+            return _apart(start_with(state, each[0]))
         arrays = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(eqx.filter(x, eqx.is_array) for x in each))
         static = eqx.filter(each[0], eqx.is_array, inverse=True)
         return _apart(eqx.filter_vmap(lambda own, x: start_with(own, eqx.combine(x, static)))(state, arrays))
@@ -94,14 +95,14 @@ def _beginning(algorithm: Algorithm, start: str) -> Callable[[PyTree, int], PyTr
     return begin
 
 
-def _policies(start: str) -> list[Path]:
-    """The policies that a run may begin with: of the folder of a run with several seeds those of all, else one.
+def _policies(start: str) -> dict[int, Path]:
+    """The policies that a run may begin with, by seed: all those in the folder of a run, else one.
 
-    As many seeds each begin with their own, another number of seeds all with the first one.
+    If it has one for each seed of the new run, each seed begins with its own; else all begin with the first one.
     """
     policy = find_policy(start)
     of_seeds = SEED.fullmatch(policy.stem) and Path(start).is_dir()
-    return list(run_policies(Path(start)).values()) if of_seeds else [policy]
+    return run_policies(Path(start)) if of_seeds else {-1: policy}
 
 
 def _apart(state: PyTree) -> PyTree:
@@ -139,9 +140,12 @@ def _check_sizes(algorithm: Algorithm, theirs: dict[str, Any], start: str | Path
     if ours and not theirs:
         raise UserError(f"{start} has no network with width, layers and heads, as this run has")
     differ = {}  # size: theirs, ours
-    for size in ("width", "layers", "heads", "levels"):
-        # runs of versions without levels say nothing about them
-        here, there = (net.get(size, 0 if size == "levels" else None) for net in (ours, theirs))
+    sizes = ["width", "layers", "heads", "levels"]
+    if ours.get("guard") and theirs.get("guard"):  # else the guard is not taken over
+        sizes += ["guard", "guard_ledger"]
+    for size in sizes:
+        # runs of versions without levels or ledgers say nothing about them
+        here, there = (net.get(size, 0 if size in ("levels", "guard_ledger") else None) for net in (ours, theirs))
         if there != here:
             differ[size] = (there, here)
     if differ:
