@@ -108,11 +108,11 @@ def test_a_guard_with_a_ledger_knows_obstacles_that_the_features_do_not_tell():
     loss = {}
     for points in (0, 6):
         rounds = []
-        config = GuardFitConfig(depth=1, ledger=points, rounds=8, rows=32, updates=50)
+        config = GuardFitConfig(depth=1, ledger=points, rounds=4, rows=16, updates=50)
         fitted = fit_guard(ROOM, InContextAgent(bare), config, rounds.append)
         assert (fitted.net.ledger is None) == (points == 0)
         loss[points] = rounds[-1].loss
-    assert loss[6] < 0.8 * loss[0]
+    assert loss[6] < 0.85 * loss[0]
 
 
 def test_what_no_ledger_can_be_is_one_line():
