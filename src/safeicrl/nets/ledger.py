@@ -1,8 +1,8 @@
 """The guard's ledger: what the steps of the trial have cost, to be looked up near where the agent is.
 
-A transformer can learn where costs were, but only slowly: the guard's loss is one of several on its features. The
-ledger need not be learned. Every token is an entry, a place and what it cost to get there, and a few points around
-the agent are looked up among all entries of the trial:
+A transformer can learn where costs were, but only slowly: the guard's loss is one of several on its features. A
+ledger does not have to: every token is an entry, a place and what it cost to get there. A few points around the
+agent are looked up among all entries of the trial:
 
     n(q) = Σ_j exp(−w |q − x_j|²)                  how well the point q is known
     c(q) = Σ_j exp(−w |q − x_j|²) c_j / n(q)       what it has cost there
