@@ -36,7 +36,7 @@ BEFORE = (0, 1, 2, 4, 8)  # steps before a budget is broken
 
 
 def play(env: Env, agent: InContextAgent, split: str, tasks: int, key: jax.Array) -> tuple:
-    """Trials, what the guard reads, and the actions taken, as the guard reads them; all [trial, time, ...]."""
+    """Trials, what the guard reads, and the actions taken, in its terms; all [trial, time, ...]."""
     task_key, play_key = jax.random.split(key)
     queue, budgets = sample_queue(env, split, env.spec.test_budget, (tasks, 1), task_key)
     trials = run_trials(

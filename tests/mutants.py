@@ -117,6 +117,11 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
         "a ledger of other trials", "nets/ledger.py", " & (cut(trial)[..., None] == trial[:, None, :])", "",
         BOTH_WAYS,
     ),
+    Mutant(
+        "a fit guesses what follows a span of the ledger's", "optimisers/guard_fit.py", "    known &= done |",
+        "    done |",
+        "test_ledger.py::test_a_fit_does_not_learn_from_a_span_s_last_step_whose_future_it_does_not_see",
+    ),
     Mutant("a ledger without an end", "nets/ledger.py", " & (age < context)", "", BOTH_WAYS),
     # what over budget means, and on which tasks it is measured
     Mutant("over budget by ≥", "budgets.py", "cost > budget * (1", "cost >= budget * (1", OVER),

@@ -16,6 +16,7 @@ from safeicrl.errors import UserError
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.ledger import CELL, Ledger
 from safeicrl.nets.transformer import NetConfig
+from safeicrl.optimisers import guard_fit
 from safeicrl.optimisers.guard_fit import GuardFitConfig, fit_guard
 from safeicrl.tokens import first_token, next_token
 
@@ -113,6 +114,29 @@ def test_a_guard_with_a_ledger_knows_obstacles_that_the_features_do_not_tell():
         assert (fitted.net.ledger is None) == (points == 0)
         loss[points] = rounds[-1].loss
     assert loss[6] < 0.85 * loss[0]
+
+
+def test_a_fit_does_not_learn_from_a_span_s_last_step_whose_future_it_does_not_see(monkeypatch):
+    """Unless the episode ends there. Another action there changes nothing; at the span's first step it does."""
+    monkeypatch.setattr(guard_fit, "SPAN", 4)
+    net, trials = network(), random_rows()
+    features = net.trunk.forward(trials.token, trials.trial)
+    play = guard_fit.Play(
+        token=trials.token, trial=trials.trial, features=features, taken=trials.action, cost=trials.cost,
+        done=jnp.zeros_like(trials.done), known=jnp.ones_like(trials.valid),
+    )  # fmt: skip
+    key = jax.random.key(0)
+    loss = jax.jit(lambda data: guard_fit._loss(net.guard, data, STEPS, key))
+    changes = []
+    for step in range(STEPS):
+        other = play._replace(taken=play.taken.at[:, step].set((play.taken[:, step] + 1) % 5))
+        changes.append(abs(float(loss(other) - loss(play))) > 1e-7)
+    assert sum(changes) == 3
+    begin = changes.index(True)
+    assert all(changes[begin : begin + 3])
+    ended = play._replace(done=play.done.at[:, begin + 3].set(True))
+    other = ended._replace(taken=ended.taken.at[:, begin + 3].set((ended.taken[:, begin + 3] + 1) % 5))
+    assert abs(float(loss(other) - loss(ended))) > 1e-7
 
 
 def test_what_no_ledger_can_be_is_one_line():
