@@ -4,7 +4,7 @@ python bench/beyond.py safe-dark-room                            → results/bey
 python bench/beyond.py safe-dark-room --known 0 --out FILE       as it would act if it saw every episode's index
 python bench/beyond.py safe-velocity-ant --times 1 --known 9     it sees no index after the ninth episode's
 python bench/beyond.py safe-velocity-ant --context 600           it remembers the last 600 steps
-python bench/beyond.py safe-velocity-ant --ring --out FILE       its memory goes on as a ring; --settled: settles
+python bench/beyond.py safe-velocity-ant --ring --out FILE       its memory goes on as a ring
 """
 
 import argparse
@@ -56,9 +56,9 @@ def main() -> None:
     parser.add_argument("--block", type=int, help="episodes in a block of the table; K by default")
     parser.add_argument("--known", type=int, help="episodes whose index it sees; K by default, 0: all")
     parser.add_argument("--context", type=int, help="steps that it remembers; as in training by default")
-    memory = parser.add_mutually_exclusive_group()  # by default as the policy does
-    memory.add_argument("--ring", action="store_true", help="its memory goes on as in training, and never settles")
-    memory.add_argument("--settled", action="store_true", help="its memory settles after K episodes")
+    parser.add_argument(
+        "--ring", action="store_true", help="go on as in training, with a memory that never settles"
+    )
     parser.add_argument("--greedy", action="store_true", help="the most probable actions, not sampled ones")
     parser.add_argument("--tasks", type=int, default=60)
     parser.add_argument("--rows", type=int, default=32, help="tasks at a time")
@@ -81,15 +81,13 @@ def main() -> None:
     temperature = None if args.greedy else card.get("temperature")
     acting, how = with_options(env, agent, temperature=temperature, greedy=args.greedy)
     episodes = args.times * trained
-    settle = args.settled if args.settled or args.ring else None
     results = evaluate(
-        env, acting, tasks=args.tasks, rows=args.rows, episodes=episodes, seed=args.seed, settle=settle
+        env, acting, tasks=args.tasks, rows=args.rows, episodes=episodes, seed=args.seed, settle=not args.ring
     )
-    settles = results.meta.get("settles", False)
 
     found = blocks(results, args.block or trained)
     # a settled memory does not grow after K episodes, but for the few that are kept
-    closes = closing(results.lengths[:, :trained] if settles else results.lengths, context)
+    closes = closing(results.lengths if args.ring else results.lengths[:, :trained], context)
     table = Table(title=f"{args.policy}, trained on {trained} episodes, {args.tasks} unseen tasks")
     for name in ("episodes", "return", "cost", "over budget"):
         table.add_column(name, justify="right")
@@ -101,7 +99,7 @@ def main() -> None:
     console.print(f"context of {context} steps full in {closes['share']:.0%} of the trials: {closes}")
     settings = {
         "policy": args.policy, "trained_episodes": trained, "known_episodes": agent.trained_episodes,
-        "context_steps": context, "settles": settles, "actions": how["actions"], "tasks": args.tasks,
+        "context_steps": context, "settles": not args.ring, "actions": how["actions"], "tasks": args.tasks,
         "rows": args.rows, "seed": args.seed,
     }  # fmt: skip
     curves = {

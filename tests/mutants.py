@@ -95,14 +95,12 @@ AGAIN = "test_settled.py::test_the_last_episode_is_played_again_and_again"
 KEPT = "test_settled.py::test_an_episode_is_kept_if_it_is_much_better_or_broke_the_budget"
 SWEPT = "test_files.py::test_temporary_files_of_dead_processes_are_removed"
 
-PAST = "test_settled.py::test_an_agent_that_was_trained_past_k_goes_on_unless_asked_to_settle"
 PAID = "test_ledger.py::test_it_finds_what_was_paid_where_the_agent_was"
 BOTH_WAYS = "test_ledger.py::test_rows_and_single_steps_find_the_same"
 
 MUTANTS: tuple[Mutant | Noise, ...] = (
     # what is remembered past K
     Mutant("a memory that never settles", "agents/settled.py", "> last) & within", "> 99) & within", AGAIN),
-    Mutant("a memory settles whatever its training was", "agents/api.py", "not agent.outlasts if", "True if", PAST),
     Mutant("a broken budget is forgotten", "agents/settled.py", "& within & ~better", "& ~better", KEPT),
     Mutant(
         "the best return counts broken budgets", "agents/settled.py", "jnp.where(ended & within, ",

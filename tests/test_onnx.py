@@ -31,7 +31,7 @@ PUSH = Push(max_steps=4, episodes=3)
 ROWS = 3
 
 
-def policy(env, *, temperature=0.0, risk=None, trained=4, settle=None, **net) -> Policy:
+def policy(env, *, temperature=0.0, risk=None, trained=4, settle=True, **net) -> Policy:
     config = NetConfig(width=8, layers=2, heads=2, context=9, dtype="float32", **net)
     weights = random_weights(PolicyNet, config, env.spec, scale=2.0)
     # biases around zero: else one action would always win

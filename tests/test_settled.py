@@ -14,7 +14,6 @@ from safeicrl.errors import UserError
 from safeicrl.evaluation.evaluate import evaluate
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
-from safeicrl.policies.policy import load_policy
 from safeicrl.tokens import first_token, next_token
 
 K, STEPS = 3, ROOM.spec.max_steps
@@ -165,13 +164,3 @@ def test_evaluations_settle_past_k_only(monkeypatch):
         np.testing.assert_array_equal(later.returns[:, :K], short.returns)
     assert lasting(plain).settles
     assert lasting(dataclasses.replace(plain, trained_episodes=None)).settles is False
-
-
-def test_an_agent_that_was_trained_past_k_goes_on_unless_asked_to_settle():
-    longer = dataclasses.replace(agent(settles=False), outlasts=True)
-    assert [lasting(longer, asked).settles for asked in (None, True, False)] == [False, True, False]
-    found = [evaluate(ROOM, longer, tasks=2, episodes=K + 2, segments=1, settle=asked) for asked in (None, True)]
-    assert [each.meta["settles"] for each in found] == [False, True]
-    by_default = {name: load_policy(name).agent.settles for name in ("safe-dark-room", "safe-dark-room-guard")}
-    assert by_default == {"safe-dark-room": True, "safe-dark-room-guard": False}
-    assert load_policy("safe-dark-room-guard", settle=True).agent.settles

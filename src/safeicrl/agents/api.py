@@ -122,15 +122,14 @@ def with_options(
     return agent, {"actions": actions, "context": context, **guarded}
 
 
-def lasting(agent: Agent, settle: bool | None = None) -> Agent:
-    """The agent with a memory that settles past the K episodes of training (settled.py), or goes on as in training.
+def lasting(agent: Agent, on: bool = True) -> Agent:
+    """The agent with a memory that lasts past the K episodes of training (settled.py), or as in training.
 
-    None: it settles, unless training showed the agent longer trials. Agents of other kinds stay as they are.
+    Agents of other kinds stay as they are.
     """
-    asked = None if settle is None else check_flag("settle", settle)
+    settles = check_flag("settle", on)
     if getattr(agent, "trained_episodes", None) is None:
         return agent
-    settles = not agent.outlasts if asked is None else asked  # type: ignore[attr-defined]
     return dataclasses.replace(agent, settles=settles)  # type: ignore[type-var]
 
 

@@ -24,7 +24,6 @@ class InContextAgent(eqx.Module):
     temperature: float = eqx.field(static=True, default=1.0)  # 0: greedy
     trained_episodes: int | None = eqx.field(static=True, default=None)  # K; None: no limit, see `read`
     settles: bool = eqx.field(static=True, default=False)  # after K episodes, see settled.py
-    outlasts: bool = eqx.field(static=True, default=False)  # training showed it trials longer than K episodes
     bold: tuple[float, float] | None = eqx.field(static=True, default=None)  # in training: see `bold_rows`
 
     def init(self, tasks: PyTree, rows: int) -> Memory:

@@ -189,8 +189,7 @@ class Scared:
 
     def agent(self, state: ScaredState) -> Agent:
         """The policy, sampled as in training."""
-        agent = self.optimiser.agent(state.optimiser)
-        return dataclasses.replace(agent, trained_episodes=self.episodes, outlasts=self.config.overtime > 0)
+        return dataclasses.replace(self.optimiser.agent(state.optimiser), trained_episodes=self.episodes)
 
     def card(self) -> dict[str, Any]:
         """What rebuilds the policy around its arrays."""

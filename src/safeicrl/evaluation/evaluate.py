@@ -19,6 +19,7 @@ from safeicrl.errors import (
     MOST_STEPS,
     UserError,
     check_budget,
+    check_flag,
     check_integer,
     check_seed,
 )
@@ -51,7 +52,7 @@ def evaluate(
     rows: int | None = None,
     segments: int = 8,
     devices: int | Mesh | None = None,
-    settle: bool | None = None,
+    settle: bool = True,
     label: str = "agent",
     meta: dict[str, Any] | None = None,
 ) -> Results:
@@ -73,8 +74,8 @@ def evaluate(
     these chunks share one compilation, and each ends with its longest trial. `segments` is that of `run_trials`,
     for agents whose memory grows; a short trial has fewer.
 
-    Past the K episodes of its training an agent's memory settles (agents/settled.py), unless its training had
-    longer trials; `settle` decides otherwise, for comparison.
+    Past the K episodes of its training an agent's memory settles (agents/settled.py); `settle=False` lets it go on
+    as in training, for comparison.
 
     The trials that run at a time are divided among `devices`: a number of local ones (all by default), or a mesh
     (devices.py). The results do not depend on it, but for rounding.
@@ -94,9 +95,7 @@ def evaluate(
     sampled = _draw_tasks(env, frozen, tasks, split, seed)
     # within K episodes nothing is taken back, and a shared clock is faster
     past = episodes > (getattr(agent, "trained_episodes", None) or episodes)
-    lasts = lasting(agent, settle)
-    settles = past and getattr(lasts, "settles", False)
-    agent = lasting(agent, settles)
+    agent = lasting(agent, check_flag("settle", settle) and past)
     whole, spent, stepped_in = _play_all(
         env, agent, sampled, budget, seed, tasks=tasks, episodes=episodes, rows=rows, segments=segments, mesh=mesh
     )
@@ -104,7 +103,7 @@ def evaluate(
         "label": label,
         **_protocol(env, split, seed, range_, budgets_per_task, frozen),
         **({"limits": _plain_limits(sampled)} if hasattr(sampled, "multiplier") else {}),
-        **({"settles": settles} if past else {}),
+        **({"settles": settle} if past else {}),
         **({} if spent is None else {"adaptation": spending(spent)}),
         **({} if stepped_in is None else {"guard_stepped_in": float(stepped_in.sum() / whole.lengths.sum())}),
         **(meta or {}),

@@ -284,8 +284,9 @@ class PolicyNet(eqx.Module):
         """The transformer's step: the cache, the policy's features, and what the guard reads, [row, ...]."""
         clock = cache.clock
         after, features = self.trunk.step(cache, token, fresh)
-        if self.ledger is None or cache.entries is None:
+        if self.ledger is None:
             return after, features, features
+        assert cache.entries is not None
         slots, entry = cache.entries.shape[1], self.ledger.entry(token)
         if clock.ndim:
             entries = cache.entries.at[jnp.arange(len(entry)), clock % slots].set(entry, unique_indices=True)

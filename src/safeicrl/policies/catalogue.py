@@ -16,7 +16,7 @@ from safeicrl.agents.mlp import MlpAgent
 from safeicrl.config import from_plain
 from safeicrl.envs.api import Env, EnvSpec
 from safeicrl.envs.registry import env_from_plain
-from safeicrl.errors import UserError, check_integer, check_number, unknown_name
+from safeicrl.errors import UserError, check_integer, unknown_name
 from safeicrl.files import CHECKPOINT, RECIPE
 from safeicrl.nets.decision_transformer import DecisionConfig, DecisionNet, unit_scales
 from safeicrl.nets.feedforward import check_hidden
@@ -96,11 +96,7 @@ def trained_episodes(card: dict[str, Any], spec: EnvSpec) -> int:
 
 def _net(card: dict[str, Any], env: Env) -> Agent:
     net = PolicyNet(from_plain(NetConfig, card["net"], "net"), env.spec, jax.random.key(0))
-    overtime = card.get("training", {}).get("algo", {}).get("config", {}).get("overtime", 0.0)
-    return InContextAgent(
-        net=net, risk=card.get("risk"), trained_episodes=trained_episodes(card, env.spec),
-        outlasts=check_number("the card's overtime", overtime, 0.0) > 0,
-    )  # fmt: skip
+    return InContextAgent(net=net, risk=card.get("risk"), trained_episodes=trained_episodes(card, env.spec))
 
 
 def _decision(card: dict[str, Any], env: Env) -> Agent:

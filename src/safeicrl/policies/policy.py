@@ -65,14 +65,14 @@ def load_policy(
     greedy: bool = False,
     risk: float | None = None,
     guard: bool = True,
-    settle: bool | None = None,
+    settle: bool = True,
 ) -> "Policy":
     """A released policy, by its name or the path of its files. For a run folder: the best one of its lowest seed.
 
     Actions are sampled at the `temperature` given here or in its card; `greedy` takes the most probable ones.
     A guard works at the `risk` given here or in its card; `guard=False` switches it off.
-    After the K episodes of its training its memory settles, unless its training had longer trials (docs/deploy.md).
-    With `settle=False` it always goes on, for a world that changes while it plays.
+    After the K episodes of its training its memory settles (docs/deploy.md). With `settle=False` it goes on, for a
+    world that changes while it plays.
     """
     path = find_policy(name_or_path)
     card = read_card(path)
@@ -86,7 +86,7 @@ def load_policy(
 class Policy:
     """A frozen agent that learns each new task from its own history, under a budget."""
 
-    def __init__(self, *, env: Env, agent: Agent, card: dict[str, Any], settle: bool | None = None) -> None:
+    def __init__(self, *, env: Env, agent: Agent, card: dict[str, Any], settle: bool = True) -> None:
         self.env, self.agent, self.card = env, lasting(agent, settle), card
         self.trained = trained_env(card, env).spec
         self._be_idle()
@@ -331,9 +331,8 @@ class Policy:
     def warn_beyond(self, *, budgets: Any = (), episodes: int = 0, steps: int = 0) -> None:
         """Warn about budgets, episodes of a trial and steps of an episode that it was never trained on.
 
-        More than K episodes are no reason to warn: a memory settles (agents/settled.py), unless training had longer
-        trials, and Safe AD's window slides as in training. A second episode is one, if training had single episodes
-        only.
+        More than K episodes are no reason to warn: a memory settles (agents/settled.py), and Safe AD's window
+        slides as in training. A second episode is one, if training had single episodes only.
         """
         spec = self.trained
         usable = lambda values: usable_budget(np.asarray(values, np.float32), spec)  # noqa: E731

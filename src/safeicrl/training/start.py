@@ -102,7 +102,7 @@ def _policies(start: str) -> dict[int, Path]:
     """
     policy = find_policy(start)
     of_seeds = SEED.fullmatch(policy.stem) and Path(start).is_dir()
-    return run_policies(Path(start)) if of_seeds else {-1: policy}
+    return run_policies(Path(start)) if of_seeds else {-1: policy}  # of no seed of this run
 
 
 def _apart(state: PyTree) -> PyTree:

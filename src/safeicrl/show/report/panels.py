@@ -240,9 +240,7 @@ def _beyond(world: str) -> tuple[Need, ...]:
         """Settled, and for comparison not."""
         tasks, out = PAST_K[policy], f"beyond/{policy}"
         command = f"python bench/beyond.py {policy} --times 10 --tasks {tasks} --rows {tasks}"
-        asked = " --settled" if policy == "safe-dark-room-guard" else ""  # the others settle by themselves
-        settled = f"{command}{asked} --out results/{out}.json"
-        ring = f"{command} --ring --out results/{out}-ring.json"
+        settled, ring = f"{command} --out results/{out}.json", f"{command} --ring --out results/{out}-ring.json"
         return (
             Need(label=label, files=(f"{out}.json", f"{out}.npz"), command=settled),
             Need(label=f"{label}{draw.RING}", files=(f"{out}-ring.json", f"{out}-ring.npz"), command=ring),
@@ -479,11 +477,10 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         name="beyond",
         title="Beyond K episodes",
-        text="A deployed policy does not stop after the K episodes of training. Its memory settles then, unless it "
-        "was trained on longer trials, as the guarded one was. Not settled: old steps are overwritten once the "
-        "context is full. Both ways are shown. Here policies and baselines play on, on unseen tasks of seed 0. The "
-        "privileged and the memoryless agents are left out: they forget at every episode, so nothing changes for "
-        "them.",
+        text="A deployed policy does not stop after the K episodes of training. Its memory settles then. For "
+        "comparison, not settled: old steps are overwritten once the context is full. Here policies and baselines "
+        "play on, on unseen tasks of seed 0. The privileged and the memoryless agents are left out: they forget at "
+        "every episode, so nothing changes for them.",
         parts=tuple(
             Part(name=f"beyond-{world}", title=WORLDS[world][0], needs=_beyond(world),
                 show=partial(draw.beyond, table_only=_far(world)))
