@@ -46,7 +46,7 @@ def play(env: Env, agent: InContextAgent, split: str, tasks: int, key: jax.Array
     watched = agent.net.watched(features, trials.token, trials.trial)
     if agent.net.guard.choices == 0:
         return trials, watched, env.spec.action.encode_scaled(trials.action)
-    return trials, watched, agent.net.distribution(features).index(trials.action)
+    return trials, watched, agent.net.distribution(agent.net.seen(features, watched)).index(trials.action)
 
 
 @eqx.filter_jit

@@ -56,7 +56,9 @@ def play(env: SafeDarkRoom, agent: Agent, rooms: Room, budget: float, key: jax.A
     )
     if not isinstance(agent, InContextAgent):
         return trials, jnp.zeros(trials.cost.shape)
-    policy = agent.net.distribution(agent.net.trunk.forward(trials.token, trials.trial))
+    features = agent.net.trunk.forward(trials.token, trials.trial)
+    watched = agent.net.watched(features, trials.token, trials.trial)
+    policy = agent.net.distribution(agent.net.seen(features, watched))
     assert isinstance(policy, Categorical)
     return trials, jax.nn.softmax(policy.logits.astype(jnp.float32)).max(-1)
 

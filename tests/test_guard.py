@@ -335,15 +335,16 @@ class BoundedPush(Push):
 
 
 @pytest.mark.parametrize(
-    ("env", "levels", "points"), [(ROOM, 0, 0), (ROOM, 0, 3), (BoundedPush(), 3, 0), (BoundedPush(), 0, 2)]
+    ("env", "levels", "points", "shared"),
+    [(ROOM, 0, 0, False), (ROOM, 0, 3, True), (BoundedPush(), 3, 0, False), (BoundedPush(), 0, 2, False)],
 )
-def test_the_learner_sees_the_policy_that_acted(env, levels, points):
+def test_the_learner_sees_the_policy_that_acted(env, levels, points, shared):
     """At the first update the probability ratio is 1 everywhere, whatever the guard did; and it does something.
 
     What surprises the guard counts as a reward, and its own loss has a weight.
     """
     sizes = {"width": 16, "heads": 2, "layers": 1, "context": 12, "guard": 2}
-    net = NetConfig(**sizes, levels=levels, guard_ledger=points, dtype="float32")
+    net = NetConfig(**sizes, levels=levels, guard_ledger=points, shared_ledger=shared, dtype="float32")
     ppo = PPOConfig(minibatch=8, guard_weight=3.0)
     config = ScaredConfig(rows=16, queue=2, net=net, risk=0.2, curiosity=0.5, ppo=ppo)
     algorithm = Scared(env, config)
@@ -362,7 +363,9 @@ def test_the_learner_sees_the_policy_that_acted(env, levels, points):
         agent = InContextAgent(policy, risk=0.2)
         trials = run_trials(env, agent, tasks, budgets, jax.random.key(1), episodes=2, steps=12)
         features = policy.trunk.forward(trials.token, trials.trial)
-        terms = algorithm.optimiser.policy_terms(policy, features, trials)
+        watched = policy.watched(features, trials.token, trials.trial)
+        chooser = policy.distribution(policy.seen(features, watched))
+        terms = algorithm.optimiser.policy_terms(chooser, policy.guard, watched, trials)
         paid = dataclasses.replace(trials, reward=trials.reward + 0.5 * terms.surprise)
         both = eqx.tree_at(lambda n: n.policy, critics, policy)
         hidden, none = jnp.zeros((16, 2, env.spec.task_features)), jnp.zeros(trials.reward.shape)

@@ -139,9 +139,27 @@ def test_a_fit_does_not_learn_from_a_span_s_last_step_whose_future_it_does_not_s
     assert abs(float(loss(other) - loss(ended))) > 1e-7
 
 
+def test_a_policy_that_reads_the_ledger_acts_by_it_and_keeps_its_guard():
+    net, trials = network(shared_ledger=True), random_rows()
+    features = net.trunk.forward(trials.token, trials.trial)
+    watched = net.watched(features, trials.token, trials.trial)
+    assert net.seen(features, watched) is watched
+    other = eqx.tree_at(lambda n: n.guard.ledger.points, net, replace_fn=lambda x: x + 1)
+    elsewhere = other.watched(features, trials.token, trials.trial)
+    assert jnp.abs(net.distribution(watched).logits - net.distribution(elsewhere).logits).max() > 1e-3
+    with pytest.raises(
+        UserError, match=r"the policy reads the ledger of its guard .*: that guard cannot be replaced"
+    ):
+        fit_guard(ROOM, InContextAgent(net), GuardFitConfig())
+
+
 def test_what_no_ledger_can_be_is_one_line():
     with pytest.raises(UserError, match="guard_ledger 3 is for a guard: leave it out, or give guard, its depth"):
         NetConfig(guard_ledger=3)
+    with pytest.raises(
+        UserError, match="shared_ledger is for a guard's ledger: leave it out, or give guard_ledger"
+    ):
+        NetConfig(guard=1, shared_ledger=True)
     with pytest.raises(UserError, match="guard_ledger must be"):
         NetConfig(guard=1, guard_ledger=-1)
     with pytest.raises(UserError, match="ledger must be"):

@@ -54,6 +54,11 @@ KINDS = {
     "discrete": (ROOM, {}),
     "guarded": (ROOM, {"guard": 2, "guard_clock": True, "risk": 0.4}),
     "guarded by a ledger": (ROOM, {"guard": 2, "guard_ledger": 3, "risk": 0.4}),
+    "by one that the policy reads, too": (
+        ROOM,
+        {"guard": 2, "guard_ledger": 3, "shared_ledger": True, "risk": 0.4},
+    ),
+    "a ledger, the guard off": (ROOM, {"guard": 2, "guard_ledger": 3, "shared_ledger": True}),
     "one episode, saturated": (ROOM, {"trained": 1, "saturate": 1}),
     "levels": (PUSH, {"levels": 5}),
     "gaussian": (PUSH, {}),

@@ -135,6 +135,9 @@ def test_what_does_not_fit_is_refused(tmp_path):
     )
     with pytest.raises(UserError, match=words):
         first_state(learner(guard=1), tmp_path / "deep")
+    released(tmp_path / "shares.safetensors", guard=2, guard_ledger=3, shared_ledger=True)
+    with pytest.raises(UserError, match=r"has shared_ledger True, .*: use --algo\.net\.shared_ledger to start"):
+        first_state(learner(guard=2, guard_ledger=3), tmp_path / "shares")
     card = {"kind": "mlp", "hidden": [4], "env": env_to_plain(ROOM)}
     save_policy(tmp_path / "mlp.safetensors", MlpAgent.build(ROOM.spec, (4,)), card)
     with pytest.raises(UserError, match="mlp has no network with width, layers and heads, as this run has"):

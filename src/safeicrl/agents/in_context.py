@@ -43,8 +43,8 @@ class InContextAgent(eqx.Module):
 
         That is the log-probability under the policy acted by and, with a guard, what the guard said and did.
         """
-        memory, features, watched = self.read(memory, token)
-        policy = self.net.distribution(features)
+        memory, seen, watched = self.read(memory, token)
+        policy = self.net.distribution(seen)
         if self.temperature not in (0, 1):
             policy = policy.tempered(self.temperature)
         policy = policy if self.epsilon is None else policy.explored(self.epsilon)
@@ -63,7 +63,7 @@ class InContextAgent(eqx.Module):
         return memory, *self._allowed(policy, guard.judge(watched, token.ctg, token.time, risk), key)
 
     def read(self, memory: Memory, token: Token) -> tuple[Memory, jax.Array, jax.Array]:
-        """The network's features of the newest token of each row, and what its guard reads.
+        """What the policy's head reads of the newest token of each row, and what its guard reads.
 
         The network knows the indices of `trained_episodes` episodes, and goes wrong on larger ones. Every later
         episode has the last index that it knows, so a trial can go on for as long as the user likes.
@@ -77,8 +77,8 @@ class InContextAgent(eqx.Module):
             return self.net.step(memory, known, token.first)
         assert self.trained_episodes is not None
         memory = take_back(memory, token, last=self.trained_episodes - 1, max_steps=trunk.spec.max_steps)
-        cache, features, watched = self.net.step(memory.cache, known, token.first)
-        return replace(memory, cache=cache), features, watched
+        cache, seen, watched = self.net.step(memory.cache, known, token.first)
+        return replace(memory, cache=cache), seen, watched
 
     def _choose(self, policy: Distribution, key: Key) -> jax.Array:
         return policy.mode() if self.temperature == 0 else policy.sample(key)

@@ -1,6 +1,7 @@
 """Action distributions, and the policy network: transformer + actor head."""
 
 from dataclasses import field
+from typing import TypeVar
 
 import equinox as eqx
 import jax
@@ -239,6 +240,7 @@ def _nearest(action: jax.Array, low: float, high: float, levels: int) -> jax.Arr
 
 
 Distribution = Categorical | TanhNormal | Levels
+Seen = TypeVar("Seen")  # arrays, or their names in a graph
 
 
 class PolicyNet(eqx.Module):
@@ -256,8 +258,6 @@ class PolicyNet(eqx.Module):
             outputs = (config.levels or 2) * spec.action.size
             spec.action.centre_and_half()  # refuses an unbounded range before anything is compiled
         self.trunk = Transformer(config, spec, trunk)
-        # A small last layer: the first policy is nearly uniform whatever the history.
-        self.actor = MLP(config.width, config.width, outputs, actor, scale=0.01)
         self.guard = None
         if config.guard:
             discrete = isinstance(spec.action, Discrete)
@@ -267,6 +267,9 @@ class PolicyNet(eqx.Module):
                 spec, width=config.width, choices=choices, depth=config.guard, clock=config.guard_clock, key=guard,
                 points=config.guard_ledger,
             )  # fmt: skip
+        inputs = config.width + (self.ledger.size if self.ledger is not None and config.shared_ledger else 0)
+        # A small last layer: the first policy is nearly uniform whatever the history.
+        self.actor = MLP(inputs, config.width, outputs, actor, scale=0.01)
 
     @property
     def ledger(self) -> Ledger | None:
@@ -281,7 +284,7 @@ class PolicyNet(eqx.Module):
         return replace(cache, entries=jnp.zeros((rows, slots, self.ledger.columns)))
 
     def step(self, cache: Cache, token: Token, fresh: jax.Array) -> tuple[Cache, jax.Array, jax.Array]:
-        """The transformer's step: the cache, the policy's features, and what the guard reads, [row, ...]."""
+        """The transformer's step: the cache, what the policy's head reads, and what the guard reads, [row, ...]."""
         clock = cache.clock
         after, features = self.trunk.step(cache, token, fresh)
         if self.ledger is None:
@@ -293,17 +296,22 @@ class PolicyNet(eqx.Module):
         else:
             entries = jax.lax.dynamic_update_slice(cache.entries, entry[:, None], (0, clock % slots, 0))
         found = self.ledger.look_up(token, entries, in_sight(slots, after.age, clock))
-        return replace(after, entries=entries), features, beside(features, found)
+        watched = beside(features, found)
+        return replace(after, entries=entries), self.seen(features, watched), watched
 
     def watched(self, features: jax.Array, token: Token, trial: jax.Array) -> jax.Array:
-        """What the guard reads of whole rows, [row, time, ...], from the policy's features of them."""
+        """What the guard reads of whole rows, [row, time, ...], from the transformer's features of them."""
         if self.ledger is None:
             return features
         return beside(features, self.ledger.look_up_rows(token, trial, self.trunk.config.context))
 
-    def distribution(self, features: jax.Array, actor: MLP | None = None) -> Distribution:
-        """π(· | history) from the transformer's features, any leading shape; by another `actor` if given."""
-        out, space = (actor or self.actor).read_out(features), self.trunk.spec.action
+    def seen(self, features: Seen, watched: Seen) -> Seen:
+        """What the policy's head reads: the features, or as much as its guard."""
+        return watched if self.trunk.config.shared_ledger else features
+
+    def distribution(self, seen: jax.Array, actor: MLP | None = None) -> Distribution:
+        """π(· | history) from what its head reads, any leading shape; by another `actor` if given."""
+        out, space = (actor or self.actor).read_out(seen), self.trunk.spec.action
         if isinstance(space, Discrete):
             return Categorical(logits=out)
         if levels := self.trunk.config.levels:

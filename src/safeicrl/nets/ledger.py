@@ -10,10 +10,11 @@ agent are looked up among all entries of the trial:
 The points q, the widths w and what of an observation makes a place x are learned with the guard.
 """
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from safeicrl.envs.api import EnvSpec, Key
 from safeicrl.nets.layers import MLP, Linear
@@ -24,7 +25,7 @@ CELL = 0.25  # of a grid, in units of places
 REACH = 0.4  # how far away the points are before anything is learned
 WIDTHS = (2.0, 4.5)  # log of the first and of the last point's w, likewise
 NEARLY_NOTHING = 1e-3  # where a point is known less than that, nothing has been paid there
-BLOCK = 64  # steps that are looked up at a time in whole rows
+BLOCK = 128  # steps that are looked up at a time in whole rows
 
 
 class Ledger(eqx.Module):
@@ -83,10 +84,14 @@ class Ledger(eqx.Module):
         gaps = (points[..., dim, None] - places[..., None, :, dim] for dim in range(points.shape[-1]))
         near = jnp.exp(-jnp.exp(self.widths)[:, None] * sum(gap**2 for gap in gaps))  # [..., point, entry]
         known = jnp.where(visible, known, 0.0)
-        count, paid = jnp.moveaxis(near @ jnp.stack([known, known * cost], -1), -1, 0)
+        # Sums, not products of matrices: on a GPU they are one loop with the kernel, which is never written down.
+        count = (near * known[..., None, :]).sum(-1)
+        paid = (near * (known * cost)[..., None, :]).sum(-1)
         return jnp.concatenate([jnp.log1p(count), paid / (count + NEARLY_NOTHING)], -1)
 
-    def look_up_span(self, token: Token, trial: jax.Array, context: int, begin: jax.Array, steps: int) -> jax.Array:
+    def look_up_span(
+        self, token: Token, trial: jax.Array, context: int, begin: jax.Array | int, steps: int
+    ) -> jax.Array:
         """The same for `steps` tokens of whole rows, the first at time `begin`: [row, steps, size].
 
         `token` and `trial`, [row, time], are of the whole rows; a token sees the newest `context` of its trial.
@@ -97,15 +102,18 @@ class Ledger(eqx.Module):
         return self.look_up(jax.tree.map(cut, token), self.entry(token)[:, None], seen)
 
     def look_up_rows(self, token: Token, trial: jax.Array, context: int) -> jax.Array:
-        """The same for all tokens of whole rows, a block at a time, which bounds the memory: [row, time, size]."""
-        steps = trial.shape[1]
-        block = min(BLOCK, steps)
-        begins = np.minimum(np.arange(0, steps, block), steps - block)  # the last block may overlap the one before
-        some = jax.checkpoint(lambda begin: self.look_up_span(token, trial, context, begin, block))
-        found = jax.lax.map(some, jnp.asarray(begins))  # [block, row, time, size]
-        whole, last = found[:-1], found[-1, :, block - (steps - block * (len(begins) - 1)) :]
-        whole = jnp.moveaxis(whole, 0, 1).reshape(len(trial), -1, self.size)
-        return jnp.concatenate([whole, last], 1)
+        """The same for all tokens of whole rows, [row, time, size].
+
+        A block of steps at a time, among the entries that one of them may see: that bounds the memory, and later
+        entries need not be looked at.
+        """
+        found, steps = [], trial.shape[1]
+        for begin in range(0, steps, BLOCK):
+            end, first = min(begin + BLOCK, steps), max(0, begin - context + 1)
+            span = functools.partial(self.look_up_span, context=context, begin=begin - first, steps=end - begin)
+            seen, among = jax.tree.map(lambda x: x[:, first:end], (token, trial))  # noqa: B023
+            found.append(jax.checkpoint(span)(seen, among))
+        return jnp.concatenate(found, 1)
 
     def scaled(self, observation: jax.Array) -> jax.Array:
         """An observation as real numbers of moderate size."""

@@ -35,6 +35,7 @@ class NetConfig:
     guard: int = 0  # steps that the guard looks ahead (guard.py); 0: no guard
     guard_clock: bool = False  # whether the guard looks no further than the last step before the time limit
     guard_ledger: int = 0  # points that the guard looks up in its ledger (ledger.py); 0: no ledger
+    shared_ledger: bool = False  # whether the policy reads the guard's ledger, too
     saturate: int | None = None  # episode from which on the index of the episode no longer grows; None: never
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on a GPU, float32 elsewhere
 
@@ -48,6 +49,8 @@ class NetConfig:
             raise UserError(
                 f"guard_ledger {self.guard_ledger} is for a guard: leave it out, or give guard, its depth"
             )
+        if self.shared_ledger and not self.guard_ledger:
+            raise UserError("shared_ledger is for a guard's ledger: leave it out, or give guard_ledger, its points")
         if self.saturate is not None:
             check_integer("saturate", self.saturate, 1)
         if self.width % self.heads:

@@ -100,6 +100,10 @@ def fit_guard(
     """
     if not isinstance(agent, InContextAgent):
         raise UserError(f"a guard is for policies of kind 'net', not for a {type(agent).__name__}")
+    if agent.net.trunk.config.shared_ledger:
+        raise UserError(
+            "the policy reads the ledger of its guard (net.shared_ledger): that guard cannot be replaced"
+        )
     key = jax.random.key(config.seed)
     agent = with_new_guard(agent, config, key)
     rate, steps = config.learning_rate, config.rounds * config.updates

@@ -16,7 +16,8 @@ from safeicrl.agents.in_context import InContextAgent
 from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, record, replace
 from safeicrl.errors import UserError, check_integer, check_number
 from safeicrl.machine.devices import everywhere, over_rows
-from safeicrl.nets.heads import Critic, PolicyNet, TanhNormal, transplanted
+from safeicrl.nets.guard import Guard
+from safeicrl.nets.heads import Critic, Distribution, PolicyNet, TanhNormal, transplanted
 from safeicrl.nets.layers import in_new_units
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.penalty import PenaltyConfig, charged_cost, net_reward, over_budget
@@ -245,8 +246,10 @@ class PPO:
         """Clipped surrogate + value errors − entropy + guard and teacher, over the valid steps of the rows."""
         trials = batch.trials
         features = net.policy.trunk.forward(trials.token, trials.trial)
-        terms = self.policy_terms(net.policy, features, trials)
-        lesson, lesson_metrics = self.lesson(net.policy, features, trials)
+        watched = net.policy.watched(features, trials.token, trials.trial)
+        policy = net.policy.distribution(net.policy.seen(features, watched))
+        terms = self.policy_terms(policy, net.policy.guard, watched, trials)
+        lesson, lesson_metrics = self.lesson(policy, trials)
         critics = (net.reward_critic, net.cost_critic)
         values = jnp.stack(
             [critic(features, batch.task, trials.trial) for critic in critics]
@@ -283,17 +286,17 @@ class PPO:
         loss = actor + self.config.value_weight * critic.sum() - entropy * terms.entropy
         return loss + self.config.guard_weight * terms.guard_loss + teaching * lesson, (scale, metrics)
 
-    def lesson(self, net: PolicyNet, features: jax.Array, trials: Trials) -> tuple[Any, dict[str, jax.Array]]:
+    def lesson(self, policy: Distribution, trials: Trials) -> tuple[Any, dict[str, jax.Array]]:
         """Cross-entropy to what a teacher would have done, and how often the policy did just that."""
         if not self.teacher:
             return 0.0, {}
         advice, mask = trials.extras["advice"], trials.learnable
         agrees = _mean((trials.action == advice).astype(jnp.float32), mask)
-        return -_mean(net.distribution(features).log_prob(advice), mask), {"teacher_agrees": agrees}
+        return -_mean(policy.log_prob(advice), mask), {"teacher_agrees": agrees}
 
-    def policy_terms(self, net: PolicyNet, features: jax.Array, trials: Trials) -> Terms:
-        """What counts of the policy in the loss, and of its guard if it has one."""
-        policy, mask, guard = net.distribution(features), trials.learnable, net.guard
+    def policy_terms(self, policy: Distribution, guard: Guard | None, watched: jax.Array, trials: Trials) -> Terms:
+        """What counts of the policy in the loss, and of its guard, which has `watched`, if it has one."""
+        mask = trials.learnable
         if guard is None:
             return Terms(policy.log_prob(trials.action), _mean(policy.entropy(), mask), 0.0, 0.0, {})
         played: Any = policy
@@ -305,7 +308,6 @@ class PPO:
                 policy.index(trials.action),
                 policy.restricted(trials.extras["allowed"]),
             )
-        watched = net.watched(features, trials.token, trials.trial)
         loss, metrics = guard.loss(watched, taken, trials.cost, trials.done, mask)
         metrics |= {"guard_stepped_in": _mean(trials.extras["stepped_in"].astype(jnp.float32), mask)}
         surprise: Any = 0.0

@@ -30,7 +30,7 @@ from safeicrl.files import atomic_write
 from safeicrl.nets import guard as guards
 from safeicrl.nets.heads import EDGE, FORBIDDEN, LOG_STD
 from safeicrl.nets.layers import MLP, LayerNorm, Linear
-from safeicrl.nets.ledger import CELL, NEARLY_NOTHING
+from safeicrl.nets.ledger import CELL, NEARLY_NOTHING, Ledger
 from safeicrl.nets.transformer import CTG_SCALES, TIME_WAVES, Block
 from safeicrl.policies.policy import Policy
 
@@ -87,10 +87,15 @@ def _runner_needs(policy: Policy, agent: InContextAgent, slots: int) -> dict[str
         "cost_unit": spec.cost_unit,
         "memory": MEMORY,
         "layers": config.layers,
-        "entries": None if agent.risk is None or agent.net.ledger is None else [slots, agent.net.ledger.columns],
+        "entries": None if (ledger := _ledger(agent)) is None else [slots, ledger.columns],
         "cache": [config.heads, config.width // config.heads, slots],
         "limits": policy.card.get("limits", []),
     }
+
+
+def _ledger(agent: InContextAgent) -> Ledger | None:
+    """The ledger that is read: by the policy, or by a guard that is on."""
+    return agent.net.ledger if agent.risk is not None or agent.net.trunk.config.shared_ledger else None
 
 
 class _Step:
@@ -99,7 +104,7 @@ class _Step:
     def __init__(self, onnx: Any, agent: InContextAgent, slots: int) -> None:
         self.onnx, self.agent, self.slots = onnx, agent, slots
         self.net, self.spec, self.config = agent.net, agent.net.trunk.spec, agent.net.trunk.config
-        self.ledger = None if agent.risk is None else agent.net.ledger
+        self.ledger = _ledger(agent)
         self.nodes: list[Any] = []
         self.weights: list[Any] = []
         self.inputs: list[Any] = []
@@ -127,7 +132,7 @@ class _Step:
             watched = self.op("Concat", features, self.look_up(token, slot, seen), axis=1)
         self.output("new_clock", self.op("Add", clock, self.const(np.int64(1))), np.int64, ["row"])
         self.output("new_age", now, np.int64, ["row"])
-        self.choose(features, watched, token["ctg"], token["time"])
+        self.choose(self.net.seen(features, watched), watched, token["ctg"], token["time"])
         return self.onnx.helper.make_graph(self.nodes, "act", self.inputs, self.outputs, self.weights)
 
     def take_back(self, token: dict[str, str], first: str) -> tuple[str, str]:
@@ -313,14 +318,14 @@ class _Step:
 
     # -- the choice -----------------------------------------------------------------------------------------
 
-    def choose(self, features: str, watched: str, ctg: str, time: str) -> None:
+    def choose(self, seen: str, watched: str, ctg: str, time: str) -> None:
         """The action: the one whose score plus noise is greatest, or the Gaussian at the noise.
 
-        `watched` is what the guard reads.
+        `seen` is what the policy's head reads, `watched` what the guard reads.
         """
         space, levels = self.spec.action, self.config.levels
         temperature = self.agent.temperature or 1.0  # greedy is noise of zero
-        out = self.mlp(self.net.actor, features)
+        out = self.mlp(self.net.actor, seen)
         if isinstance(space, Discrete):
             logits = self.op("Div", out, self.const(np.float32(temperature)))
             scores = self.op("Add", logits, self.input("noise", np.float32, ["row", space.n]))

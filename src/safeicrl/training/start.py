@@ -23,6 +23,9 @@ from safeicrl.training.settings import TrainConfig, describe, seeds_of
 from safeicrl.training.state import first_state
 from safeicrl.training.status import Status
 
+# what runs of versions without levels or ledgers say nothing about
+UNSAID = {"levels": 0, "guard_ledger": 0, "shared_ledger": False}
+
 
 def _begin(
     algorithm: Algorithm, config: TrainConfig, folder: Path, template: PyTree, resume: bool
@@ -142,13 +145,19 @@ def _check_sizes(algorithm: Algorithm, theirs: dict[str, Any], start: str | Path
     differ = {}  # size: theirs, ours
     sizes = ["width", "layers", "heads", "levels"]
     if ours.get("guard") and theirs.get("guard"):  # else the guard is not taken over
-        sizes += ["guard", "guard_ledger"]
+        sizes += ["guard", "guard_ledger", "shared_ledger"]
     for size in sizes:
-        # runs of versions without levels or ledgers say nothing about them
-        here, there = (net.get(size, 0 if size in ("levels", "guard_ledger") else None) for net in (ours, theirs))
+        here, there = (net.get(size, UNSAID.get(size)) for net in (ours, theirs))
         if there != here:
             differ[size] = (there, here)
     if differ:
         found = "; ".join(f"has {size} {there}, this run has {here}" for size, (there, here) in differ.items())
-        options = " ".join(f"--algo.net.{size} {there}" for size, (there, _) in differ.items())
+        options = " ".join(_option(size, there) for size, (there, _) in differ.items())
         raise UserError(f"{start} {found}: use {options} to start from it")
+
+
+def _option(size: str, value: Any) -> str:
+    """The option that sets a size of the network."""
+    if isinstance(value, bool):
+        return f"--algo.net.{'' if value else 'no-'}{size}"
+    return f"--algo.net.{size} {value}"
