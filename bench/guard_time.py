@@ -1,9 +1,9 @@
-"""What a guard costs in time: one act, and one update of training, with it and without it, in turns.
+"""What a guard and its ledger cost in time: one act, and one update of training, with them and without, in turns.
 
 python bench/guard_time.py       prints the ratios, and writes results/bench_guard_time.json
 
-Only the ratios mean much: both sides run on the same machine in the same minutes. Of the acts the median counts, of
-the updates the fastest.
+Only the ratios mean much: all run on the same machine in the same minutes. Of the acts the median counts, of the
+updates the fastest. The network with neither guard nor ledger has random weights: what it plays does not matter.
 """
 
 import argparse
@@ -22,54 +22,65 @@ from rich.console import Console
 from safeicrl import load_policy
 from safeicrl.config import changed
 from safeicrl.files import write_json
+from safeicrl.nets.heads import PolicyNet
+from safeicrl.policies.policy import Policy
 from safeicrl.recipes.presets import preset
 
+WITH, OFF, NEITHER = "guard and ledger", "guard off", "neither"
+BARE = {"guard": 0, "guard_clock": False, "guard_ledger": 0, "shared_ledger": False}
 
-def act_ms(name: str, batch: int, rounds: int, acts: int = 60) -> dict[str, float]:
-    """Milliseconds of one act, the median, with the guard and without it; the two take turns at every step."""
-    both = {guard: load_policy(name) for guard in (True, False)}
-    found: dict[bool, list[float]] = {True: [], False: []}
-    steps = experience(batch, acts + 10, both[True].env.size)
+
+def without(policy: Policy) -> Policy:
+    """A policy of the same size that has neither guard nor ledger."""
+    trunk = policy.agent.net.trunk
+    net = PolicyNet(dataclasses.replace(trunk.config, **BARE), trunk.spec, jax.random.key(0))
+    return Policy(env=policy.env, agent=dataclasses.replace(policy.agent, net=net, risk=None), card=policy.card)
+
+
+def act_ms(name: str, batch: int, rounds: int, acts: int = 60) -> dict[str, Any]:
+    """Milliseconds of one act, the median, of each kind; they take turns at every step."""
+    policy = load_policy(name)
+    kinds = {WITH: policy, OFF: load_policy(name, guard=False), NEITHER: without(policy)}
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    steps = experience(batch, acts + 10, policy.env.size)
     for turn in range(rounds):
-        for guard, policy in both.items():
-            policy.start(budget=3.0, batch=batch, guard=guard)
+        for each in kinds.values():
+            each.start(budget=3.0, batch=batch)
         for index, step in enumerate(steps):
-            for guard in (turn % 2 == 0, turn % 2 == 1):
+            for kind in list(kinds)[:: 1 if turn % 2 else -1]:
                 begin = time.perf_counter()
-                both[guard].act(*(step if index else step[:1]))
+                kinds[kind].act(*(step if index else step[:1]))
                 if index >= 10:
-                    found[guard].append(1000 * (time.perf_counter() - begin))
-    own, bare = (float(np.median(found[guard])) for guard in (True, False))
-    return {"batch": batch, "with": own, "without": bare, "ratio": own / bare}
+                    found[kind].append(1000 * (time.perf_counter() - begin))
+    return {"batch": batch, **ratios({kind: float(np.median(each)) for kind, each in found.items()})}
 
 
-def update_s(name: str, points: int, rows: int, steps: int, rounds: int) -> dict[str, float]:
-    """Seconds of one update of a preset's algorithm at smaller rows, with the guard and without it."""
+def update_s(name: str, rows: int, steps: int, rounds: int) -> dict[str, Any]:
+    """Seconds of one update of a preset's algorithm at smaller rows, of each kind."""
     experiment = preset(name).stages[0].experiment
-    runs: dict[bool, Any] = {}
-    for guard in (True, False):
-        config = experiment.algo
-        changes = {"rows": rows, "steps": steps, "ppo.minibatch": rows // 2}
-        if guard:
-            changes |= {"net.guard_ledger": points}
-        else:
-            changes |= {"net.guard": 0, "net.guard_clock": False, "risk": 0.03, "first_risk": None, "bold": 0.0}
-        small = changed(config, changes)
+    bare = {f"net.{size}": value for size, value in BARE.items()}
+    no_ledger = {"net.guard_ledger": 0, "net.shared_ledger": False}
+    no_guard = {**bare, "risk": 0.03, "first_risk": None, "bold": 0.0, "curiosity": 0.0}
+    runs: dict[str, Any] = {}
+    for kind, changes in {WITH: {}, "guard alone": no_ledger, NEITHER: no_guard}.items():
+        small = changed(experiment.algo, {"rows": rows, "steps": steps, "ppo.minibatch": rows // 2, **changes})
         algorithm = dataclasses.replace(experiment, algo=small).build()
         state = eqx.filter_jit(algorithm.init)(jax.random.key(0))
         update = eqx.filter_jit(algorithm.update)
         jax.block_until_ready(update(state))
-        runs[guard] = (update, state)
-    lowest = {True: np.inf, False: np.inf}
+        runs[kind] = (update, state)
+    lowest = dict.fromkeys(runs, np.inf)
     for _ in range(rounds):
-        for guard, (update, state) in runs.items():
+        for kind, (update, state) in runs.items():
             begin = time.perf_counter()
             jax.block_until_ready(update(state))
-            lowest[guard] = min(lowest[guard], time.perf_counter() - begin)
-    return {
-        "rows": rows, "steps": steps, "with": lowest[True], "without": lowest[False],
-        "ratio": lowest[True] / lowest[False],
-    }  # fmt: skip
+            lowest[kind] = min(lowest[kind], time.perf_counter() - begin)
+    return {"rows": rows, "steps": steps, **ratios(lowest)}
+
+
+def ratios(times: dict[str, float]) -> dict[str, Any]:
+    """The times, and those of the others in terms of the network that has neither."""
+    return {"times": times, "ratios": {kind: times[kind] / times[NEITHER] for kind in times if kind != NEITHER}}
 
 
 def main() -> None:
@@ -77,7 +88,6 @@ def main() -> None:
     parser.add_argument("--policy", default="safe-dark-room-guard")
     parser.add_argument("--preset", default="darkroom-guard")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--ledger", type=int, default=0, help="points that the guard looks up, in the update")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=8)
@@ -85,12 +95,11 @@ def main() -> None:
     args = parser.parse_args()
     about = provenance()
     acts = [act_ms(args.policy, batch, args.rounds) for batch in args.batches]
-    update = update_s(args.preset, args.ledger, args.rows, args.steps, args.rounds)
+    update = update_s(args.preset, args.rows, args.steps, args.rounds)
+    said = lambda line: ", ".join(f"{kind} {ratio:.3f}" for kind, ratio in line["ratios"].items())  # noqa: E731
     for line in acts:
-        Console().print(
-            f"one act, batch {line['batch']}: {line['with']:.2f} / {line['without']:.2f} ms = {line['ratio']:.3f}"
-        )
-    Console().print(f"one update: {update['with']:.2f} / {update['without']:.2f} s = {update['ratio']:.3f}")
+        Console().print(f"one act, batch {line['batch']}, against {NEITHER}: {said(line)}")
+    Console().print(f"one update, against {NEITHER}: {said(update)}")
     write_json(args.out, {**about, "act_ms": acts, "update_s": update})
 
 

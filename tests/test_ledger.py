@@ -47,7 +47,7 @@ def test_it_finds_what_was_paid_where_the_agent_was():
     for time, cost in enumerate((1.0, 0.0, 1.0, 0.0), 1):
         step = (cells[time], jnp.int32(4), jnp.float32(0), jnp.float32(cost), jnp.array(time == 4), jnp.float32(3))
         tokens.append(next_token(tokens[-1], *step))
-    entries = jnp.stack([ledger.entry(token) for token in tokens])
+    entries = jnp.stack([ledger.entry(token) for token in tokens], -1)
     seen = jnp.arange(5)
     found = [np.asarray(ledger.look_up(token, entries, seen <= time)) for time, token in enumerate(tokens)]
     count, paid = np.expm1(np.stack(found)[:, :2]), np.stack(found)[:, 2:]

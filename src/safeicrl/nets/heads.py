@@ -281,7 +281,7 @@ class PolicyNet(eqx.Module):
         cache = self.trunk.init_cache(rows, slots, own_clocks)
         if self.ledger is None:
             return cache
-        return replace(cache, entries=jnp.zeros((rows, slots, self.ledger.columns)))
+        return replace(cache, entries=jnp.zeros((rows, self.ledger.columns, slots)))
 
     def step(self, cache: Cache, token: Token, fresh: jax.Array) -> tuple[Cache, jax.Array, jax.Array]:
         """The transformer's step: the cache, what the policy's head reads, and what the guard reads, [row, ...]."""
@@ -290,11 +290,11 @@ class PolicyNet(eqx.Module):
         if self.ledger is None:
             return after, features, features
         assert cache.entries is not None
-        slots, entry = cache.entries.shape[1], self.ledger.entry(token)
+        slots, entry = cache.entries.shape[-1], self.ledger.entry(token)
         if clock.ndim:
-            entries = cache.entries.at[jnp.arange(len(entry)), clock % slots].set(entry, unique_indices=True)
+            entries = cache.entries.at[jnp.arange(len(entry)), :, clock % slots].set(entry, unique_indices=True)
         else:
-            entries = jax.lax.dynamic_update_slice(cache.entries, entry[:, None], (0, clock % slots, 0))
+            entries = jax.lax.dynamic_update_slice(cache.entries, entry[..., None], (0, 0, clock % slots))
         found = self.ledger.look_up(token, entries, in_sight(slots, after.age, clock))
         watched = beside(features, found)
         return replace(after, entries=entries), self.seen(features, watched), watched

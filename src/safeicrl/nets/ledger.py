@@ -71,7 +71,7 @@ class Ledger(eqx.Module):
         )
 
     def look_up(self, token: Token, entries: jax.Array, visible: jax.Array) -> jax.Array:
-        """What is known of the points around the agent, [..., size]; entries [..., entry, column].
+        """What is known of the points around the agent, [..., size]; entries [..., column, entry].
 
         `token` [...], `visible` [..., entry] bool: which entries it may see.
         """
@@ -79,9 +79,9 @@ class Ledger(eqx.Module):
         moved = jnp.where(token.start[..., None], 0.0, self.scaled(token.observation) - before)
         steered = self.steer(jnp.concatenate([self.scaled(token.observation), moved], -1))
         points = here[..., None, :] + self.points + steered.reshape(*here.shape[:-1], *self.points.shape)
-        places, cost, known = entries[..., :-2], entries[..., -2], entries[..., -1]
+        cost, known = entries[..., -2, :], entries[..., -1, :]
         # The gaps one dimension after the other, without an axis of dimensions: XLA makes one fast loop of it.
-        gaps = (points[..., dim, None] - places[..., None, :, dim] for dim in range(points.shape[-1]))
+        gaps = (points[..., dim, None] - entries[..., None, dim, :] for dim in range(points.shape[-1]))
         near = jnp.exp(-jnp.exp(self.widths)[:, None] * sum(gap**2 for gap in gaps))  # [..., point, entry]
         known = jnp.where(visible, known, 0.0)
         # Sums, not products of matrices: on a GPU they are one loop with the kernel, which is never written down.
@@ -99,7 +99,7 @@ class Ledger(eqx.Module):
         cut = lambda x: jax.lax.dynamic_slice_in_dim(x, begin, steps, 1)  # noqa: E731
         age = (begin + jnp.arange(steps))[:, None] - jnp.arange(trial.shape[1])  # [steps, time]
         seen = (age >= 0) & (age < context) & (cut(trial)[..., None] == trial[:, None, :])
-        return self.look_up(jax.tree.map(cut, token), self.entry(token)[:, None], seen)
+        return self.look_up(jax.tree.map(cut, token), jnp.moveaxis(self.entry(token), -1, -2)[:, None], seen)
 
     def look_up_rows(self, token: Token, trial: jax.Array, context: int) -> jax.Array:
         """The same for all tokens of whole rows, [row, time, size].

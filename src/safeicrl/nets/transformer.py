@@ -76,7 +76,7 @@ class Cache:
     values: tuple[jax.Array, ...]  # per layer [row · head, slot, dim]
     clock: jax.Array  # [] or [row] int32, tokens read so far; the next goes to slot clock mod slots
     age: jax.Array  # [row] int32, tokens of the row's present trial in the cache
-    entries: jax.Array | None = None  # [row, slot, column] of the guard's ledger, if it has one (ledger.py)
+    entries: jax.Array | None = None  # [row, column, slot] of the guard's ledger, if it has one (ledger.py)
 
 
 def featurise(token: Token, spec: EnvSpec, saturate: int | None = None) -> jax.Array:
@@ -215,7 +215,7 @@ class Transformer(eqx.Module):
             values=tuple(jnp.pad(v, ((0, 0), (0, more), (0, 0))) for v in cache.values),
             clock=cache.clock,
             age=cache.age,
-            entries=None if cache.entries is None else jnp.pad(cache.entries, ((0, 0), (0, more), (0, 0))),
+            entries=None if cache.entries is None else jnp.pad(cache.entries, ((0, 0), (0, 0), (0, more))),
         )
 
     def step(self, cache: Cache, token: Token, fresh: jax.Array) -> tuple[Cache, jax.Array]:

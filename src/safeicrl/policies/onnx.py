@@ -87,7 +87,7 @@ def _runner_needs(policy: Policy, agent: InContextAgent, slots: int) -> dict[str
         "cost_unit": spec.cost_unit,
         "memory": MEMORY,
         "layers": config.layers,
-        "entries": None if (ledger := _ledger(agent)) is None else [slots, ledger.columns],
+        "entries": None if (ledger := _ledger(agent)) is None else [ledger.columns, slots],
         "cache": [config.heads, config.width // config.heads, slots],
         "limits": policy.card.get("limits", []),
     }
@@ -281,30 +281,31 @@ class _Step:
         now, before = (self.seen(token[name]) for name in ("observation", "previous"))
         here = self.linear(ledger.place, now)
         paid = op("Div", wide(token["cost"]), const(self.spec.max_cost))
-        entry = wide(op("Concat", here, paid, self.real(wide(op("Not", token["start"]))), axis=1))
-        entries = self.input("entries", np.float32, ["row", self.slots, ledger.columns])
+        entry = op("Concat", here, paid, self.real(wide(op("Not", token["start"]))), axis=1)
+        entry = op("Unsqueeze", entry, self.const(np.array([2])))
+        entries = self.input("entries", np.float32, ["row", ledger.columns, self.slots])
         at = op("Expand", op("Squeeze", slot, self.const(np.array([3]))), op("Shape", entry))
-        entries = op("ScatterElements", entries, at, entry, axis=1, out="new_entries")
-        self.output("new_entries", entries, np.float32, ["row", self.slots, ledger.columns])
+        entries = op("ScatterElements", entries, at, entry, axis=2, out="new_entries")
+        self.output("new_entries", entries, np.float32, ["row", ledger.columns, self.slots])
         places, cost, known = (
-            op("Slice", entries, self.const(np.array([a])), self.const(np.array([b])), self.const(np.array([2])))
+            op("Slice", entries, self.const(np.array([a])), self.const(np.array([b])), self.const(np.array([1])))
             for a, b in ((0, dims), (dims, dims + 1), (dims + 1, dims + 2))
         )
         moved = op("Where", wide(token["start"]), const(0), op("Sub", now, before))
         steered = self.mlp(ledger.steer, op("Concat", now, moved, axis=1))
         steered = op("Reshape", steered, self.const(np.array([-1, points, dims])))
         asked = op("Add", op("Add", wide(here), const(ledger.points)), steered)  # [row, point, dim]
-        square = lambda x: op("ReduceSum", op("Mul", x, x), self.const(np.array([2])), keepdims=1)  # noqa: E731
+        square = lambda x, axis: op("ReduceSum", op("Mul", x, x), self.const(np.array([axis])), keepdims=1)  # noqa: E731
         across = lambda x: op("Transpose", x, perm=[0, 2, 1])  # noqa: E731
         width = np.exp(np.asarray(ledger.widths))[:, None]
         near = op(
             "Sub",
-            op("MatMul", op("Mul", const(2 * width), asked), across(places)),
-            op("Mul", const(width), square(asked)),
+            op("MatMul", op("Mul", const(2 * width), asked), places),
+            op("Mul", const(width), square(asked, 2)),
         )
-        near = op("Exp", op("Sub", near, op("Mul", const(width), across(square(places)))))
+        near = op("Exp", op("Sub", near, op("Mul", const(width), square(places, 1))))
         near = op("Where", wide(seen), near, const(0))  # [row, point, slot]
-        sums = op("MatMul", near, op("Concat", known, op("Mul", known, cost), axis=2))  # [row, point, 2]
+        sums = op("MatMul", near, across(op("Concat", known, op("Mul", known, cost), axis=1)))  # [row, point, 2]
         count, paid = (op("Gather", sums, self.const(np.int64(i)), axis=2) for i in (0, 1))
         share = op("Div", paid, op("Add", count, const(NEARLY_NOTHING)))
         return op("Concat", op("Log", op("Add", count, const(1))), share, axis=1)
