@@ -121,6 +121,8 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
         "test_ledger.py::test_a_fit_does_not_learn_from_a_span_s_last_step_whose_future_it_does_not_see",
     ),
     Mutant("a ledger without an end", "nets/ledger.py", " & (age < context)", "", BOTH_WAYS),
+    Mutant("cells of other trials", "nets/ledger.py", "jnp.maximum(began, time", "jnp.maximum(0, time", BOTH_WAYS),
+    Mutant("cells without an end", "nets/ledger.py", "time - context + 1)[", "0)[", BOTH_WAYS),
     # what over budget means, and on which tasks it is measured
     Mutant("over budget by ≥", "budgets.py", "cost > budget * (1", "cost >= budget * (1", OVER),
     Mutant("over budget without slack", "budgets.py", "budget * (1 + 1e-6) + 1e-6", "budget", OVER),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from safeicrl.agents.reference import RandomAgent
+from safeicrl.envs.api import Env
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.nets.transformer import Transformer
 from safeicrl.tokens import Token
@@ -32,13 +33,13 @@ def random_weights(module, *args, scale: float = 1.0, seed: int = 0, **kwargs):
 
 
 @functools.cache
-def random_rows() -> Trials:
-    """Random play in packed rows: trials of two episodes that end at different times in every row."""
+def random_rows(env: Env = ROOM) -> Trials:
+    """Random play in packed rows: trials of two episodes, which in the room end at different times in every row."""
 
     @jax.jit
     def play(key: jax.Array) -> Trials:
-        tasks, budgets = sample_queue(ROOM, "train", ROOM.train_budget, (ROWS, QUEUE), key)
-        return run_trials(ROOM, RandomAgent(ROOM.spec.action), tasks, budgets, key, episodes=2, steps=STEPS)
+        tasks, budgets = sample_queue(env, "train", env.spec.train_budget, (ROWS, QUEUE), key)
+        return run_trials(env, RandomAgent(env.spec.action), tasks, budgets, key, episodes=2, steps=STEPS)
 
     return play(jax.random.key(1))
 

@@ -1,6 +1,6 @@
 """A tiny environment with real-valued spaces and a known answer, for tests of what must work on any `Env`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,15 @@ class Push:
 
     def task_features(self, task):
         return task[None]
+
+
+@dataclass(frozen=True)
+class BoundedPush(Push):
+    """Push, whose cost, the effort, is at most 1."""
+
+    @property
+    def spec(self) -> EnvSpec:
+        return replace(super().spec, max_cost=1.0)
 
 
 def no_state(reward: jax.Array, cost: jax.Array, time: jax.Array, steps: int) -> tuple[jax.Array, Step]:

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 from networks import random_weights
-from probe import OPTIMISED, Push
+from probe import OPTIMISED, BoundedPush, Push
 
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.algos.scared import Scared, ScaredConfig
@@ -323,15 +323,6 @@ def test_the_off_policy_optimiser_has_no_guard():
 # -- beside a policy
 
 ROOM = SafeDarkRoom(size=4, obstacles=5, max_steps=6, episodes=2, train_budget=(0.0, 2.0), test_budget=(0.0, 2.0))
-
-
-@dataclasses.dataclass(frozen=True)
-class BoundedPush(Push):
-    """Push, whose cost, the effort, is at most 1."""
-
-    @property
-    def spec(self) -> EnvSpec:
-        return dataclasses.replace(super().spec, max_cost=1.0)
 
 
 @pytest.mark.parametrize(

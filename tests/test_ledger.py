@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from networks import ROOM, ROWS, STEPS, random_rows, random_weights
-from probe import Push
+from probe import BoundedPush, Push
 
 from safeicrl.agents.in_context import InContextAgent
+from safeicrl.envs.api import Env
 from safeicrl.errors import UserError
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.ledger import CELL, Ledger
@@ -23,12 +24,12 @@ from safeicrl.tokens import first_token, next_token
 NET = NetConfig(width=8, heads=1, layers=1, context=STEPS, guard=2, guard_ledger=3, dtype="float32")
 
 
-def network(**changes) -> PolicyNet:
+def network(env: Env = ROOM, **changes) -> PolicyNet:
     """Random weights, but for the ledger's: its points begin close to the agent."""
-    net = random_weights(functools.partial(PolicyNet, dataclasses.replace(NET, **changes), ROOM.spec))
+    net = random_weights(functools.partial(PolicyNet, dataclasses.replace(NET, **changes), env.spec))
     if net.ledger is None:
         return net
-    return eqx.tree_at(lambda n: n.guard.ledger, net, Ledger(ROOM.spec, NET.guard_ledger, jax.random.key(0)))
+    return eqx.tree_at(lambda n: n.guard.ledger, net, Ledger(env.spec, NET.guard_ledger, jax.random.key(0)))
 
 
 def surveyor() -> Ledger:
@@ -59,9 +60,10 @@ def test_it_finds_what_was_paid_where_the_agent_was():
 
 
 @pytest.mark.parametrize("context", [STEPS, 5])
-def test_rows_and_single_steps_find_the_same(context):
+@pytest.mark.parametrize(("env", "levels"), [(ROOM, 0), (BoundedPush(), 3)])
+def test_rows_and_single_steps_find_the_same(env, levels, context):
     """Also where trials begin at other times in every row, and where the oldest entries are overwritten."""
-    net, trials = network(context=context), random_rows()
+    net, trials = network(env, levels=levels, context=context), random_rows(env)
 
     @eqx.filter_jit
     def both(net, trials):
@@ -78,8 +80,8 @@ def test_rows_and_single_steps_find_the_same(context):
     rows, single = both(net, trials)
     here = np.asarray(trials.valid)
     np.testing.assert_allclose(single[here], rows[here], rtol=1e-3, atol=1e-4)
-    assert rows.shape[-1] == 8 + 2 * 3
-    assert np.asarray(rows[here][:, 8:]).std(0).min() > 1e-3  # something was found
+    assert rows.shape[-1] == 8 + net.ledger.size
+    assert np.asarray(rows[here][:, -6:]).std(0).min() > 1e-3  # something was found
 
 
 def test_in_half_precision_too():

@@ -8,15 +8,20 @@ agent are looked up among all entries of the trial:
     c(q) = Σ_j exp(−w |q − x_j|²) c_j / n(q)       what it has cost there
 
 The points q, the widths w and what of an observation makes a place x are learned with the guard.
+
+In whole rows every step sees other entries. Where observations are the cells of a grid, those of the same cell are
+merged first: a step then looks at as many entries as there are cells, however long the row is.
 """
 
 import functools
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
 from safeicrl.envs.api import EnvSpec, Key
+from safeicrl.envs.spaces import Grid
 from safeicrl.nets.layers import MLP, Linear
 from safeicrl.tokens import Token
 
@@ -64,11 +69,7 @@ class Ledger(eqx.Module):
 
         The observation that ended an episode is not in the token that follows.
         """
-        known = ~token.start
-        cost = token.cost / self.spec.max_cost
-        return jnp.concatenate(
-            [self._place(token.observation), jnp.stack([cost, known.astype(jnp.float32)], -1)], -1
-        )
+        return jnp.concatenate([self._place(token.observation), self._written(token)], -1)
 
     def look_up(self, token: Token, entries: jax.Array, visible: jax.Array) -> jax.Array:
         """What is known of the points around the agent, [..., size]; entries [..., column, entry].
@@ -79,14 +80,20 @@ class Ledger(eqx.Module):
         moved = jnp.where(token.start[..., None], 0.0, self.scaled(token.observation) - before)
         steered = self.steer(jnp.concatenate([self.scaled(token.observation), moved], -1))
         points = here[..., None, :] + self.points + steered.reshape(*here.shape[:-1], *self.points.shape)
-        cost, known = entries[..., -2, :], entries[..., -1, :]
-        # The gaps one dimension after the other, without an axis of dimensions: XLA makes one fast loop of it.
-        gaps = (points[..., dim, None] - entries[..., None, dim, :] for dim in range(points.shape[-1]))
-        near = jnp.exp(-jnp.exp(self.widths)[:, None] * sum(gap**2 for gap in gaps))  # [..., point, entry]
-        known = jnp.where(visible, known, 0.0)
-        # Sums, not products of matrices: on a GPU they are one loop with the kernel, which is never written down.
-        count = (near * known[..., None, :]).sum(-1)
-        paid = (near * (known * cost)[..., None, :]).sum(-1)
+        cost, known = entries[..., -2, :], jnp.where(visible, entries[..., -1, :], 0.0)
+        widths, both = jnp.exp(self.widths)[:, None], jnp.stack([known, known * cost])  # [2, ..., entry]
+        if known.ndim == 2 and len(known) == 1 and jax.default_backend() == "cpu":
+            # One step of one row: there, products of matrices take half the time.
+            places = entries[..., :-2, :]
+            squares = (points**2).sum(-1, keepdims=True) + (places**2).sum(-2, keepdims=True)
+            near = jnp.exp(2 * (widths * points) @ places - widths * squares)
+            count, paid = jnp.einsum("rpe,kre->krp", near, both)
+        else:
+            # The gaps one dimension after the other, without an axis of dimensions; sums, not products of matrices:
+            # XLA makes one fast loop of it all, and never writes the kernel down.
+            gaps = (points[..., dim, None] - entries[..., None, dim, :] for dim in range(points.shape[-1]))
+            near = jnp.exp(-widths * sum(gap**2 for gap in gaps))  # [..., point, entry]
+            count, paid = ((near * x[..., None, :]).sum(-1) for x in both)
         return jnp.concatenate([jnp.log1p(count), paid / (count + NEARLY_NOTHING)], -1)
 
     def look_up_span(
@@ -104,15 +111,21 @@ class Ledger(eqx.Module):
     def look_up_rows(self, token: Token, trial: jax.Array, context: int) -> jax.Array:
         """The same for all tokens of whole rows, [row, time, size].
 
-        A block of steps at a time, among the entries that one of them may see: that bounds the memory, and later
-        entries need not be looked at.
+        A block of steps at a time, in a grid among its cells, else among the entries that one of the steps may see:
+        that bounds the memory.
         """
-        found, steps = [], trial.shape[1]
+        steps = trial.shape[1]
+        cells = self._in_cells(token, trial, context) if isinstance(self.spec.observation, Grid) else None
+        found = []
         for begin in range(0, steps, BLOCK):
             end, first = min(begin + BLOCK, steps), max(0, begin - context + 1)
-            span = functools.partial(self.look_up_span, context=context, begin=begin - first, steps=end - begin)
-            seen, among = jax.tree.map(lambda x: x[:, first:end], (token, trial))  # noqa: B023
-            found.append(jax.checkpoint(span)(seen, among))
+            if cells is not None:
+                span: Callable[..., jax.Array] = self._look_up_cells
+                among = jax.tree.map(lambda x: x[:, begin:end], (token, cells))  # noqa: B023
+            else:
+                span = functools.partial(self.look_up_span, context=context, begin=begin - first, steps=end - begin)
+                among = jax.tree.map(lambda x: x[:, first:end], (token, trial))  # noqa: B023
+            found.append(jax.checkpoint(lambda *among, span=span: span(*among))(*among))
         return jnp.concatenate(found, 1)
 
     def scaled(self, observation: jax.Array) -> jax.Array:
@@ -120,6 +133,32 @@ class Ledger(eqx.Module):
         if jnp.issubdtype(observation.dtype, jnp.integer):
             return CELL * observation.astype(jnp.float32)
         return jnp.sign(observation) * jnp.log1p(jnp.abs(observation))
+
+    def _written(self, token: Token) -> jax.Array:
+        known = ~token.start
+        return jnp.stack([token.cost / self.spec.max_cost, known.astype(jnp.float32)], -1)
+
+    def _look_up_cells(self, token: Token, cells: jax.Array) -> jax.Array:
+        """The look-up among the cells of a grid; `cells` [..., 2, cell]: what was paid there, and the entries."""
+        paid, count = jnp.split(cells, 2, -2)
+        assert isinstance(self.spec.observation, Grid)
+        places = self._place(jnp.asarray(self.spec.observation.cells())).T
+        places = jnp.broadcast_to(places, (*cells.shape[:-2], *places.shape))
+        merged = jnp.concatenate([places, paid / jnp.maximum(count, 1.0), count], -2)
+        return self.look_up(token, merged, jnp.array([True]))
+
+    def _in_cells(self, token: Token, trial: jax.Array, context: int) -> jax.Array:
+        """What each token of whole rows may see of the cells, as above, [row, time, 2, cell]."""
+        grid, time = self.spec.observation, jnp.arange(trial.shape[1])
+        assert isinstance(grid, Grid)
+        cost, known = jnp.split(self._written(token), 2, -1)
+        where = known * jax.nn.one_hot(grid.flat(token.observation), len(grid.cells()))
+        so_far = jnp.cumsum(jnp.stack([cost * where, where], -2), 1)
+        # less what was there when the trial began, or what is too old
+        began = jnp.pad(trial[:, 1:] != trial[:, :-1], ((0, 0), (1, 0)))
+        began = jax.lax.cummax(jnp.where(began, time, 0), axis=1)
+        before = jnp.maximum(began, time - context + 1)[..., None, None]
+        return so_far - jnp.take_along_axis(jnp.pad(so_far, ((0, 0), (1, 0), (0, 0), (0, 0))), before, 1)
 
     def _place(self, observation: jax.Array) -> jax.Array:
         return self.place(self.scaled(observation))
