@@ -96,6 +96,8 @@ KEPT = "test_settled.py::test_an_episode_is_kept_if_it_is_much_better_or_broke_t
 SWEPT = "test_files.py::test_temporary_files_of_dead_processes_are_removed"
 
 PAID = "test_ledger.py::test_it_finds_what_was_paid_where_the_agent_was"
+BLOCKS = "test_ledger.py::test_rows_are_looked_up_in_blocks"
+ONE_ROW = "test_ledger.py::test_one_row_finds_what_several_find"
 BOTH_WAYS = "test_ledger.py::test_rows_and_single_steps_find_the_same"
 
 MUTANTS: tuple[Mutant | Noise, ...] = (
@@ -121,6 +123,8 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
         "test_ledger.py::test_a_fit_does_not_learn_from_a_span_s_last_step_whose_future_it_does_not_see",
     ),
     Mutant("a ledger without an end", "nets/ledger.py", " & (age < context)", "", BOTH_WAYS),
+    Mutant("a block that forgets where it begins", "nets/ledger.py", "begin=begin - first", "begin=0", BLOCKS),
+    Mutant("one row looks at other places", "nets/ledger.py", "jnp.exp(2 * (widths", "jnp.exp((widths", ONE_ROW),
     Mutant("cells of other trials", "nets/ledger.py", "jnp.maximum(began, time", "jnp.maximum(0, time", BOTH_WAYS),
     Mutant("cells without an end", "nets/ledger.py", "time - context + 1)[", "0)[", BOTH_WAYS),
     # what over budget means, and on which tasks it is measured

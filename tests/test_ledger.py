@@ -13,6 +13,7 @@ from probe import BoundedPush, Push
 
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.envs.api import Env
+from safeicrl.envs.spaces import Grid
 from safeicrl.errors import UserError
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.ledger import CELL, Ledger
@@ -21,6 +22,7 @@ from safeicrl.optimisers import guard_fit
 from safeicrl.optimisers.guard_fit import GuardFitConfig, fit_guard
 from safeicrl.tokens import first_token, next_token
 
+LARGE = dataclasses.replace(ROOM.spec, observation=Grid((4, 400)))
 NET = NetConfig(width=8, heads=1, layers=1, context=STEPS, guard=2, guard_ledger=3, dtype="float32")
 
 
@@ -62,7 +64,7 @@ def test_it_finds_what_was_paid_where_the_agent_was():
 @pytest.mark.parametrize("context", [STEPS, 5])
 @pytest.mark.parametrize(("env", "levels"), [(ROOM, 0), (BoundedPush(), 3)])
 def test_rows_and_single_steps_find_the_same(env, levels, context):
-    """Also where trials begin at other times in every row, and where the oldest entries are overwritten."""
+    """Also where the oldest entries are overwritten, and, in the room, where trials end at different times."""
     net, trials = network(env, levels=levels, context=context), random_rows(env)
 
     @eqx.filter_jit
@@ -94,15 +96,42 @@ def test_in_half_precision_too():
     np.testing.assert_allclose(watched[..., 8:].astype(jnp.float32), found, rtol=0.01, atol=1e-4)
 
 
-def test_rows_are_looked_up_in_blocks(monkeypatch):
+@pytest.mark.parametrize(("env", "levels"), [(ROOM, 0), (BoundedPush(), 3)])
+def test_rows_are_looked_up_in_blocks(env, levels, monkeypatch):
     """As many steps as there are, whatever a block holds."""
-    ledger, trials = network().ledger, random_rows()
+    ledger, trials = network(env, levels=levels).ledger, random_rows(env)
     found = []
     for block in (STEPS, 5, 1):
         monkeypatch.setattr("safeicrl.nets.ledger.BLOCK", block)
         found.append(jax.jit(lambda t, i: ledger.look_up_rows(t, i, 9))(trials.token, trials.trial))
     for other in found[1:]:
         np.testing.assert_allclose(other, found[0], rtol=1e-4, atol=1e-5)
+
+
+def test_cells_are_merged_only_where_they_are_few():
+    """A row of a grid with more cells than steps is looked up among its entries, and finds the same."""
+    ledger, trials = network().ledger, random_rows()
+    larger = eqx.tree_at(lambda x: x.points, Ledger(LARGE, 3, jax.random.key(0)), ledger.points)
+    found, merged = [], []
+    for each in (ledger, larger):
+        look = jax.jit(lambda token, trial, each=each: each.look_up_rows(token, trial, 9))
+        found.append(look(trials.token, trials.trial))
+        merged.append("cumsum" in look.lower(trials.token, trials.trial).as_text())
+    np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-5)
+    assert merged == [True, False]
+
+
+def test_one_row_finds_what_several_find():
+    """On a CPU it is computed in another way."""
+    ledger, trials = network().ledger, random_rows()
+    token = jax.tree.map(lambda x: x[:2, 20], trials.token)
+    entries = jnp.moveaxis(ledger.entry(jax.tree.map(lambda x: x[:2], trials.token)), -1, -2)
+    seen = jnp.arange(STEPS) < jnp.array([[20], [9]])
+    both = ledger.look_up(token, entries, seen)
+    for row in (0, 1):
+        alone = ledger.look_up(*jax.tree.map(lambda x: x[row : row + 1], (token, entries, seen)))  # noqa: B023
+        np.testing.assert_allclose(alone[0], both[row], rtol=1e-4, atol=1e-5)
+    assert np.asarray(both).std() > 0.1
 
 
 def test_a_guard_with_a_ledger_knows_obstacles_that_the_features_do_not_tell():

@@ -9,12 +9,12 @@ agent are looked up among all entries of the trial:
 
 The points q, the widths w and what of an observation makes a place x are learned with the guard.
 
-In whole rows every step sees other entries. Where observations are the cells of a grid, those of the same cell are
-merged first: a step then looks at as many entries as there are cells, however long the row is.
+In whole rows every step sees other entries. Where observations are the cells of a small grid, those of the same
+cell are merged first: a step then looks at as many entries as there are cells, however long the row is.
 """
 
 import functools
-from collections.abc import Callable
+import math
 
 import equinox as eqx
 import jax
@@ -111,21 +111,21 @@ class Ledger(eqx.Module):
     def look_up_rows(self, token: Token, trial: jax.Array, context: int) -> jax.Array:
         """The same for all tokens of whole rows, [row, time, size].
 
-        A block of steps at a time, in a grid among its cells, else among the entries that one of the steps may see:
-        that bounds the memory.
+        A block of steps at a time: among the cells of a grid, if these are no more than the steps of a row, else
+        among the entries that one of the block's steps may see. That bounds the memory.
         """
-        steps = trial.shape[1]
-        cells = self._in_cells(token, trial, context) if isinstance(self.spec.observation, Grid) else None
-        found = []
+        grid, steps, found = self.spec.observation, trial.shape[1], []
+        if isinstance(grid, Grid) and math.prod(grid.sizes) <= steps:
+            rows = token, self._in_cells(grid, token, trial, context)
+            for begin in range(0, steps, BLOCK):
+                block = jax.tree.map(lambda x: x[:, begin : begin + BLOCK], rows)  # noqa: B023
+                found.append(jax.checkpoint(functools.partial(self._look_up_cells, grid))(*block))
+            return jnp.concatenate(found, 1)
         for begin in range(0, steps, BLOCK):
             end, first = min(begin + BLOCK, steps), max(0, begin - context + 1)
-            if cells is not None:
-                span: Callable[..., jax.Array] = self._look_up_cells
-                among = jax.tree.map(lambda x: x[:, begin:end], (token, cells))  # noqa: B023
-            else:
-                span = functools.partial(self.look_up_span, context=context, begin=begin - first, steps=end - begin)
-                among = jax.tree.map(lambda x: x[:, first:end], (token, trial))  # noqa: B023
-            found.append(jax.checkpoint(lambda *among, span=span: span(*among))(*among))
+            span = functools.partial(self.look_up_span, context=context, begin=begin - first, steps=end - begin)
+            seen, among = jax.tree.map(lambda x: x[:, first:end], (token, trial))  # noqa: B023
+            found.append(jax.checkpoint(span)(seen, among))
         return jnp.concatenate(found, 1)
 
     def scaled(self, observation: jax.Array) -> jax.Array:
@@ -138,21 +138,19 @@ class Ledger(eqx.Module):
         known = ~token.start
         return jnp.stack([token.cost / self.spec.max_cost, known.astype(jnp.float32)], -1)
 
-    def _look_up_cells(self, token: Token, cells: jax.Array) -> jax.Array:
+    def _look_up_cells(self, grid: Grid, token: Token, cells: jax.Array) -> jax.Array:
         """The look-up among the cells of a grid; `cells` [..., 2, cell]: what was paid there, and the entries."""
         paid, count = jnp.split(cells, 2, -2)
-        assert isinstance(self.spec.observation, Grid)
-        places = self._place(jnp.asarray(self.spec.observation.cells())).T
+        places = self._place(jnp.asarray(grid.cells())).T
         places = jnp.broadcast_to(places, (*cells.shape[:-2], *places.shape))
         merged = jnp.concatenate([places, paid / jnp.maximum(count, 1.0), count], -2)
         return self.look_up(token, merged, jnp.array([True]))
 
-    def _in_cells(self, token: Token, trial: jax.Array, context: int) -> jax.Array:
+    def _in_cells(self, grid: Grid, token: Token, trial: jax.Array, context: int) -> jax.Array:
         """What each token of whole rows may see of the cells, as above, [row, time, 2, cell]."""
-        grid, time = self.spec.observation, jnp.arange(trial.shape[1])
-        assert isinstance(grid, Grid)
+        time = jnp.arange(trial.shape[1])
         cost, known = jnp.split(self._written(token), 2, -1)
-        where = known * jax.nn.one_hot(grid.flat(token.observation), len(grid.cells()))
+        where = known * jax.nn.one_hot(grid.flat(token.observation), math.prod(grid.sizes))
         so_far = jnp.cumsum(jnp.stack([cost * where, where], -2), 1)
         # less what was there when the trial began, or what is too old
         began = jnp.pad(trial[:, 1:] != trial[:, :-1], ((0, 0), (1, 0)))
