@@ -131,13 +131,19 @@ def test_what_does_not_fit_is_refused(tmp_path):
         first_state(learner(), tmp_path / "wide")
     released(tmp_path / "deep.safetensors", guard=2, guard_ledger=3)
     words = (
-        r"has guard 2, this run has 1; has guard_ledger 3, .*: use --algo\.net\.guard 2 --algo\.net\.guard_ledger"
+        r"has guard 2, this run has 1; has guard_ledger 3, .*: use --algo\.net\.guard 2 --algo\.net\.guard-ledger"
     )
     with pytest.raises(UserError, match=words):
         first_state(learner(guard=1), tmp_path / "deep")
     released(tmp_path / "shares.safetensors", guard=2, guard_ledger=3, shared_ledger=True)
-    with pytest.raises(UserError, match=r"has shared_ledger True, .*: use --algo\.net\.shared_ledger to start"):
+    with pytest.raises(UserError, match=r"has shared_ledger True, .*: use --algo\.net\.shared-ledger to start"):
         first_state(learner(guard=2, guard_ledger=3), tmp_path / "shares")
+    words = r"use --algo\.net\.guard 2 --algo\.net\.guard-ledger 3 --algo\.net\.shared-ledger to start"
+    with pytest.raises(UserError, match=words):
+        first_state(learner(), tmp_path / "shares")
+    released(tmp_path / "bare.safetensors")
+    with pytest.raises(UserError, match=r"has shared_ledger False, .*: use --algo\.net\.no-shared-ledger to start"):
+        first_state(learner(guard=2, guard_ledger=3, shared_ledger=True), tmp_path / "bare")
     card = {"kind": "mlp", "hidden": [4], "env": env_to_plain(ROOM)}
     save_policy(tmp_path / "mlp.safetensors", MlpAgent.build(ROOM.spec, (4,)), card)
     with pytest.raises(UserError, match="mlp has no network with width, layers and heads, as this run has"):

@@ -144,8 +144,10 @@ def _check_sizes(algorithm: Algorithm, theirs: dict[str, Any], start: str | Path
         raise UserError(f"{start} has no network with width, layers and heads, as this run has")
     differ = {}  # size: theirs, ours
     sizes = ["width", "layers", "heads", "levels"]
-    if ours.get("guard") and theirs.get("guard"):  # else the guard is not taken over
+    if ours.get("guard") and theirs.get("guard"):  # else the guard is not taken over ...
         sizes += ["guard", "guard_ledger", "shared_ledger"]
+    elif ours.get("shared_ledger") or theirs.get("shared_ledger"):  # ... but the policy's head is
+        sizes += ["guard", "guard_ledger", "shared_ledger"] if theirs.get("shared_ledger") else ["shared_ledger"]
     for size in sizes:
         here, there = (net.get(size, UNSAID.get(size)) for net in (ours, theirs))
         if there != here:
@@ -158,6 +160,7 @@ def _check_sizes(algorithm: Algorithm, theirs: dict[str, Any], start: str | Path
 
 def _option(size: str, value: Any) -> str:
     """The option that sets a size of the network."""
+    flag = size.replace("_", "-")
     if isinstance(value, bool):
-        return f"--algo.net.{'' if value else 'no-'}{size}"
-    return f"--algo.net.{size} {value}"
+        return f"--algo.net.{'' if value else 'no-'}{flag}"
+    return f"--algo.net.{flag} {value}"
