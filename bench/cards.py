@@ -16,7 +16,9 @@ from safeicrl.policies.cards import read_card, write_card
 from safeicrl.policies.catalogue import PRETRAINED, policy_names
 
 RESULTS = Path(__file__).parents[1] / "results"
-CHECKPOINTS = "checkpoint of each stage: by its evaluations on {tasks} tasks of seed 1000, while training, {day}"
+CHECKPOINTS = "checkpoint: by evaluations on {tasks} tasks of seed 1000, while training, {day}"
+SOME = CHECKPOINTS + ", in the stages that say judged_on; the last one of the others"
+LAST = "checkpoint: the last one"
 # What was chosen, on which tasks, when. The reported tasks are those of seed 0.
 CHOSEN = {
     "safe-dark-room": [
@@ -60,18 +62,23 @@ def stages(policy: str) -> list[dict[str, Any]]:
             "minutes": round(last["seconds"] / 60, 1),
             "device": config["device"],
             "date": config["date"],
-            "judged_on": f"{config['train']['evaluation']['tasks']} tasks of seed "
-            f"{config['train']['evaluation']['seed']}",
+            **_judged(config["train"]["evaluation"]),
         })  # fmt: skip
     return found
+
+
+def _judged(evaluation: dict[str, Any]) -> dict[str, str]:
+    """The tasks on which the stage's checkpoints were judged, if any were."""
+    return {"judged_on": f"{evaluation['tasks']} tasks of seed {evaluation['seed']}"} if evaluation["every"] else {}
 
 
 def main() -> int:
     """Write all cards."""
     for policy in policy_names():
         path, own = PRETRAINED / f"{policy}.safetensors", stages(policy)
-        tasks = " or ".join(dict.fromkeys(stage["judged_on"].split()[0] for stage in own))
-        checkpoint = CHECKPOINTS.format(tasks=tasks, day=own[-1]["date"][:10])
+        tasks = " or ".join(dict.fromkeys(stage["judged_on"].split()[0] for stage in own if "judged_on" in stage))
+        how = CHECKPOINTS if all("judged_on" in stage for stage in own) else SOME if tasks else LAST
+        checkpoint = how.format(tasks=tasks, day=own[-1]["date"][:10])
         card = {**read_card(path), "stages": own, "chosen": [checkpoint, *CHOSEN[policy]]}
         write_card(path, card)
         print(f"{policy}: {len(own)} stages, {sum(s['env_steps'] for s in own) / 1e6:.0f} million steps")

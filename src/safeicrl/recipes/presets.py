@@ -189,7 +189,7 @@ def _darkroom_guard() -> Recipe:
             guard_weight=8.0,
         ),
     )
-    # The last policy counts: as the risk falls through the run, so does the return, and only the end is safe.
+    # The last policy counts: an early one was trained with a larger risk than its card would say.
     evaluation = EvalConfig(every=0, tasks=300, rows=300, temperature=1.0, tolerance=0.003)
     train = TrainConfig(minutes=30.0, evaluation=evaluation)
     return Recipe.single("darkroom-guard", Experiment(env=SafeDarkRoom(), algo=algo, train=train))
