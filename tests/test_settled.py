@@ -10,6 +10,7 @@ from networks import ROOM, random_weights
 
 from safeicrl.agents.api import lasting
 from safeicrl.agents.in_context import InContextAgent
+from safeicrl.agents.settled import SPARE
 from safeicrl.errors import UserError
 from safeicrl.evaluation.evaluate import evaluate
 from safeicrl.nets.heads import PolicyNet
@@ -120,6 +121,25 @@ def test_an_episode_is_kept_if_it_is_much_better_or_broke_the_budget(before, rew
     trial.episode(path(8), reward, cost)
     np.testing.assert_array_equal(np.asarray(trial.memory.cache.clock) > clock, kept)
     assert (np.asarray(trial.memory.best) == max(before, 0.0 if cost > 2.5 else reward)).all()
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_kept_episodes_find_room_beside_those_of_training(context):
+    """A few that broke their budgets overwrite nothing, if a whole trial of training was in sight, too."""
+    trial = begun(context)
+    first = np.asarray(trial.memory.cache.age)
+    for number in range(SPARE):
+        trial.episode(path(9 + number), cost=5.0)
+    age = np.asarray(trial.memory.cache.age)
+    if context == K * STEPS:
+        assert (age == first + SPARE * STEPS).all()
+        for number in range(2):  # the first of these fills the memory, the second overwrites the oldest tokens
+            trial.episode(path(20 + number), cost=5.0)
+            assert (np.asarray(trial.memory.cache.age) == context + SPARE * STEPS).all()
+    else:
+        assert (age == context).all()
+        assert trial.agent.spare == 0
+    assert agent(context, settles=False).spare == 0
 
 
 def test_luck_in_a_noisy_world_is_not_kept():

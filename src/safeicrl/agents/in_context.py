@@ -4,7 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from safeicrl.agents.settled import Settled, settled, take_back
+from safeicrl.agents.settled import SPARE, Settled, settled, take_back
 from safeicrl.envs.api import Key, PyTree, replace
 from safeicrl.nets.guard import Verdict, tolerated
 from safeicrl.nets.heads import Categorical, Distribution, Levels, PolicyNet, TanhNormal
@@ -33,10 +33,22 @@ class InContextAgent(eqx.Module):
         return settled(cache, trunk.spec.cost_shape) if self.settles else cache
 
     def extend(self, memory: Memory, steps: int) -> Memory:
-        """Room for `steps` tokens, at most the network's context."""
+        """Room for `steps` tokens, at most the network's context; a settled memory has some to spare."""
         if isinstance(memory, Settled):
-            return replace(memory, cache=self.net.trunk.extend_cache(memory.cache, steps))
+            return replace(memory, cache=self.net.trunk.extend_cache(memory.cache, steps, self.spare))
         return self.net.trunk.extend_cache(memory, steps)
+
+    @property
+    def spare(self) -> int:
+        """How many tokens a settled memory has room for, beside those of training's trials.
+
+        None if these were longer than the context: then the policy has learned to do without the oldest tokens.
+        """
+        if not self.settles or self.trained_episodes is None:
+            return 0
+        trunk = self.net.trunk
+        longest = self.trained_episodes * trunk.spec.max_steps
+        return SPARE * trunk.spec.max_steps if longest <= trunk.config.context else 0
 
     def act(self, memory: Memory, token: Token, key: Key) -> tuple[Memory, jax.Array, PyTree]:
         """Read the tokens, choose the actions; also returns what a learner or a user wants to know of the choice.

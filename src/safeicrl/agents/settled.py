@@ -7,7 +7,8 @@ episode ends, its memory is taken back to where the K-th episode began.
 
 An episode is kept if it has taught something: it broke its budget, which must not be forgotten, or it was better
 than all before by more than these differ among themselves. So an agent that has not found the goal can still do so,
-while luck in a noisy world changes nothing.
+while luck in a noisy world changes nothing. A few such episodes find room beside those of training, before the oldest
+tokens are overwritten.
 """
 
 import jax
@@ -18,6 +19,7 @@ from safeicrl.envs.api import record, replace
 from safeicrl.nets.transformer import Cache
 from safeicrl.tokens import Token
 
+SPARE = 4  # episodes that a memory has room for beside those of training's trials
 NEVER = 1e30  # larger than any return: there was no such episode
 
 

@@ -205,9 +205,12 @@ class Transformer(eqx.Module):
             age=jnp.zeros(rows, jnp.int32),
         )
 
-    def extend_cache(self, cache: Cache, slots: int) -> Cache:
-        """The same cache with room for `slots` tokens, at most the context; only before the ring closes."""
-        more = min(slots, self.config.context) - cache.keys[0].shape[-1]
+    def extend_cache(self, cache: Cache, slots: int, spare: int = 0) -> Cache:
+        """The same cache with room for `slots` tokens, at most the context, and `spare` more.
+
+        Only before the ring closes.
+        """
+        more = min(slots, self.config.context) + spare - cache.keys[0].shape[-1]
         if more <= 0:
             return cache
         return Cache(

@@ -321,7 +321,8 @@ class Policy:
     def context(self) -> int | None:
         """How many steps it can remember; None: no such limit."""
         net = getattr(getattr(self.agent, "net", None), "trunk", None)
-        return None if net is None else min(net.config.context, self.env.spec.trial_steps)
+        most = None if net is None else min(net.config.context, self.env.spec.trial_steps)
+        return most if most is None else most + getattr(self.agent, "spare", 0)
 
     @property
     def episodes(self) -> int:
