@@ -96,10 +96,12 @@ def with_options(
     wipe: bool = False,
     risk: float | None = None,
     guard: bool = True,
+    reserve: float | None = None,
 ) -> tuple[Agent, dict[str, Any]]:
     """The agent with actions sampled at a temperature or greedy, its context kept or wiped, its guard set or off.
 
-    Also returns all of it in words, for labels: {"actions": ..., "context": ...}, and "guard" if it has one.
+    `reserve` is how much of the budget its network is not told of. Also returns all of it for labels: {"actions":
+    ..., "context": ...} in words, with "guard" if it has one, and with "reserve" if that is not 0.
     """
     greedy, wipe = check_flag("greedy", greedy), check_flag("wipe", wipe)
     agent, guarded = _with_guard(agent, risk, check_flag("guard", guard))
@@ -113,13 +115,18 @@ def with_options(
     if temperature is not None:
         temperature = check_number("temperature", temperature, 0.0)
         agent = dataclasses.replace(agent, temperature=temperature)  # type: ignore[type-var]
+    if reserve is not None:
+        if not hasattr(agent, "reserve"):
+            raise UserError(f"{type(agent).__name__} keeps no reserve: leave out reserve {reserve}")
+        agent = dataclasses.replace(agent, reserve=check_number("reserve", reserve, 0.0))  # type: ignore[type-var]
+    kept = {"reserve": left} if (left := getattr(agent, "reserve", 0.0)) else {}
     actions = "as the agent decides"
     if has:
         used = float(agent.temperature)  # type: ignore[attr-defined]
         actions = "greedy" if used == 0 else f"sampled, temperature {used:g}"
     context = "wiped at every episode" if wipe else "none, parameters adapt" if adapts(agent) else "kept"
     agent = WipedAgent(agent=lasting(agent, False), spec=env.spec) if wipe else agent  # nothing to take back
-    return agent, {"actions": actions, "context": context, **guarded}
+    return agent, {"actions": actions, "context": context, **guarded, **kept}
 
 
 def lasting(agent: Agent, on: bool = True) -> Agent:

@@ -22,6 +22,7 @@ class InContextAgent(eqx.Module):
     epsilon: jax.Array | None = None  # [] exploration added while training off-policy
     risk: jax.Array | float | None = None  # the guard's threshold; None: no guard
     temperature: float = eqx.field(static=True, default=1.0)  # 0: greedy
+    reserve: float = eqx.field(static=True, default=0.0)  # of the budget, which its network is not told of
     trained_episodes: int | None = eqx.field(static=True, default=None)  # K; None: no limit, see `read`
     settles: bool = eqx.field(static=True, default=False)  # after K episodes, see settled.py
     bold: tuple[float, float] | None = eqx.field(static=True, default=None)  # in training: see `bold_rows`
@@ -80,9 +81,9 @@ class InContextAgent(eqx.Module):
         The network knows the indices of `trained_episodes` episodes, and goes wrong on larger ones. Every later
         episode has the last index that it knows, so a trial can go on for as long as the user likes.
         """
-        known = token
+        known = replace(token, ctg=token.ctg - self.reserve) if self.reserve else token
         if self.trained_episodes is not None:
-            known = replace(token, episode=jnp.minimum(token.episode, self.trained_episodes - 1))
+            known = replace(known, episode=jnp.minimum(token.episode, self.trained_episodes - 1))
         trunk = self.net.trunk
         # not `known.first`: after single episodes of training, every start would count as a new trial
         if not isinstance(memory, Settled):

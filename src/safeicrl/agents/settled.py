@@ -7,8 +7,8 @@ episode ends, its memory is taken back to where the K-th episode began.
 
 An episode is kept if it has taught something: it broke its budget, which must not be forgotten, or it was better
 than all before by more than these differ among themselves. So an agent that has not found the goal can still do so,
-while luck in a noisy world changes nothing. A few such episodes find room beside those of training, before the oldest
-tokens are overwritten.
+while luck in a noisy world changes nothing. There is room for a few such episodes beside those of training, before
+the oldest tokens are overwritten.
 """
 
 import jax

@@ -33,6 +33,7 @@ class Evaluate:
     greedy: bool = False  # take the most probable action instead of a sampled one
     risk: float | None = None  # chance of breaking the budget that the policy's guard tolerates; see its card
     guard: bool = True  # whether the policy's guard is on, if it has one
+    reserve: float | None = None  # of the budget, which the policy's network is not told of; see its card
     wipe: bool = False  # forget at every episode: shows what in-context learning is worth
     fresh_episodes: int | None = None  # for an agent that adapts: played for each update; 0: those that count
     updates: int | None = None  # for an agent that adapts: the most updates in a trial
@@ -65,7 +66,8 @@ def evaluate(args: list[str]) -> None:
         )  # fmt: skip
         results[name], meta = result, result.meta
         guard = f", guard {meta['guard']}" if "guard" in meta else ""
-        print(f"{name}: actions {meta['actions']}, context {meta['context']}{guard}, {meta['seconds']:.1f} s")
+        kept = f", reserve {meta['reserve']:g}" if "reserve" in meta else ""
+        print(f"{name}: actions {meta['actions']}, context {meta['context']}{guard}{kept}, {meta['seconds']:.1f} s")
         if "adaptation" in meta:
             print(_spending(meta["adaptation"]))
         if name in outs:  # after each seed, so that an interrupt costs one seed only
@@ -125,9 +127,12 @@ def _contenders(asked: Evaluate) -> dict[str, Any]:
         return released_seeds(
             asked.policy, env_args=parameters,
             temperature=asked.temperature, greedy=asked.greedy, wipe=asked.wipe, risk=asked.risk, guard=asked.guard,
+            reserve=asked.reserve,
         )  # fmt: skip
     if asked.risk is not None or not asked.guard:
         raise UserError(f"the {asked.agent} agent has no guard: leave out --risk and --no-guard")
+    if asked.reserve is not None:
+        raise UserError(f"the {asked.agent} agent keeps no reserve: leave out --reserve")
     if asked.greedy or asked.temperature is not None:
         raise UserError(f"the {asked.agent} agent has no temperature: leave out --greedy and --temperature")
     name, env = str(asked.agent), env_from_plain(asked.env or "safe-dark-room", parameters)

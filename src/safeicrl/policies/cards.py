@@ -91,8 +91,9 @@ def read_card(path: Path) -> dict[str, Any]:
             raise UserError(f"{file}: {field!r} must be {words}, got {card[field]!r:.60}")
     if "risk" in card:
         check_risk(card["risk"])
-    if "temperature" in card:
-        check_number(f"{file}: 'temperature'", card["temperature"], 0.0)
+    for number in ("temperature", "reserve"):
+        if number in card:
+            check_number(f"{file}: {number!r}", card[number], 0.0)
     return card
 
 

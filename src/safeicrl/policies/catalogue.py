@@ -96,7 +96,12 @@ def trained_episodes(card: dict[str, Any], spec: EnvSpec) -> int:
 
 def _net(card: dict[str, Any], env: Env) -> Agent:
     net = PolicyNet(from_plain(NetConfig, card["net"], "net"), env.spec, jax.random.key(0))
-    return InContextAgent(net=net, risk=card.get("risk"), trained_episodes=trained_episodes(card, env.spec))
+    return InContextAgent(
+        net=net,
+        risk=card.get("risk"),
+        reserve=card.get("reserve", 0.0),
+        trained_episodes=trained_episodes(card, env.spec),
+    )
 
 
 def _decision(card: dict[str, Any], env: Env) -> Agent:

@@ -93,9 +93,12 @@ def released(
     wipe: bool = False,
     risk: float | None = None,
     guard: bool = True,
+    reserve: float | None = None,
 ) -> Contender:
     """A released policy, on its own environment or on one with other parameters (`env_args`)."""
-    policy = load_policy(name_or_path, temperature=temperature, greedy=greedy, risk=risk, guard=guard)
+    policy = load_policy(
+        name_or_path, temperature=temperature, greedy=greedy, risk=risk, guard=guard, reserve=reserve
+    )
     env = changed_env(policy.card, env_args or {})
     agent, how = with_options(env, policy.agent, wipe=wipe)
     label = _label(str(policy.card.get("name") or _name(Path(name_or_path))), wipe)

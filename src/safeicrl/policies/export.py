@@ -45,6 +45,7 @@ def export_policy(
     description: str | None = None,
     temperature: float | None = None,
     risk: float | None = None,
+    reserve: float | None = None,
     env_args: dict[str, Any] | None = None,
     limits: Sequence[str] = (),
     evaluation: str | Path | None = None,
@@ -66,14 +67,16 @@ def export_policy(
     env = changed_env(card, env_args or {})
     if env != own:
         _move(card, own, env)
-    given = {"name": name, "description": description, "temperature": temperature, "risk": risk}
+    given = {
+        "name": name, "description": description, "temperature": temperature, "risk": risk, "reserve": reserve,
+    }  # fmt: skip
     for what, text in (("name", name), ("description", description), *(("limit", limit) for limit in limits)):
         if text is not None and not text.strip():
             raise UserError(f"the {what} of a policy must be words, got {text!r}")
     changes = {key: value for key, value in given.items() if value is not None}
     # what is given comes first: a card opens with its name
     card = {**changes, **{key: value for key, value in card.items() if key not in changes}}
-    _, how = with_options(env, agent, temperature=card.get("temperature"), risk=risk)
+    _, how = with_options(env, agent, temperature=card.get("temperature"), risk=risk, reserve=reserve)
     if evaluation is not None:
         card["evaluation"] = _evaluation(Path(evaluation), env, card, how)
     elif env != own:
@@ -219,7 +222,7 @@ def _evaluation(path: Path, env: Env, card: dict[str, Any], how: dict[str, Any])
         raise UserError(f"{path} is of trials of {count} episodes, the environment's have {env.spec.episodes}")
     # a policy that was trained on single episodes was chosen, and is evaluated, with its context wiped
     expected = {"actions": how["actions"], "context": card.get("evaluation", {}).get("context", how["context"])}
-    expected |= {"guard": how.get("guard")}
+    expected |= {"guard": how.get("guard"), "reserve": how.get("reserve")}
     for what, ours in expected.items():
         if meta.get(what) != ours:
             raise UserError(f"{path} is of another way to act: {what} {meta.get(what)}; the policy's: {ours}")

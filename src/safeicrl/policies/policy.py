@@ -65,12 +65,15 @@ def load_policy(
     greedy: bool = False,
     risk: float | None = None,
     guard: bool = True,
+    reserve: float | None = None,
     settle: bool = True,
 ) -> "Policy":
     """A released policy, by its name or the path of its files. For a run folder: the best one of its lowest seed.
 
     Actions are sampled at the `temperature` given here or in its card; `greedy` takes the most probable ones.
     A guard works at the `risk` given here or in its card; `guard=False` switches it off.
+    The network is told that less is left of a budget than there is, by the `reserve` given here or in its card. The
+    budget itself, the guard and the hard stop do not change.
     After the K episodes of its training its memory settles (docs/deploy.md). With `settle=False` it goes on, for a
     world that changes while it plays.
     """
@@ -79,7 +82,10 @@ def load_policy(
     env, agent = load_agent(path, card)
     if temperature is None and not greedy:
         temperature = card.get("temperature")
-    agent, how = with_options(env, agent, temperature=temperature, greedy=greedy, risk=risk, guard=guard)
+    agent, how = with_options(
+        env, agent, temperature=temperature, greedy=greedy, risk=risk, guard=guard, reserve=reserve
+    )
+    card.pop("reserve", None)  # `how` has the one that it keeps
     return Policy(env=env, agent=agent, card={**card, **how}, settle=settle)
 
 
