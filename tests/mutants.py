@@ -108,6 +108,24 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
         "the best return counts broken budgets", "agents/settled.py", "jnp.where(ended & within, ",
         "jnp.where(ended, ", KEPT,
     ),
+    Mutant(
+        "a memory without room for what it keeps", "agents/in_context.py", "SPARE * trunk.spec.max_steps if",
+        "0 if", "test_settled.py::test_kept_episodes_find_room_beside_those_of_training",
+    ),
+    # a reserve
+    Mutant(
+        "a reserve that adds to the budget", "agents/in_context.py", "token.ctg - self.reserve",
+        "token.ctg + self.reserve", "test_reserve.py::test_it_acts_as_under_a_smaller_budget",
+    ),
+    Mutant(
+        "a guard that keeps the reserve, too", "agents/in_context.py", "guard.judge(watched, token.ctg, ",
+        "guard.judge(watched, token.ctg - self.reserve, ",
+        "test_reserve.py::test_the_guard_judges_by_what_is_really_left",
+    ),
+    Mutant(
+        "a graph without the reserve", "policies/onnx.py", "np.float32(self.agent.reserve)", "np.float32(0)",
+        "test_onnx.py::test_the_runner_acts_as_the_policy_through_whole_trials[a reserve]",
+    ),
     # the guard's ledger
     Mutant(
         "nobody paid for the cell an episode begins in", "nets/ledger.py", "known = ~token.start",

@@ -62,7 +62,7 @@ KINDS = {
     ),
     "a ledger, the guard off": (ROOM, {"guard": 2, "guard_ledger": 3, "shared_ledger": True}),
     "one episode, saturated": (ROOM, {"trained": 1, "saturate": 1}),
-    "a reserve that the guard does not know": (ROOM, {"reserve": 0.75, "guard": 2, "risk": 0.4}),
+    "a reserve": (ROOM, {"reserve": 0.75, "guard": 2, "risk": 0.4}),
     "levels": (PUSH, {"levels": 5}),
     "gaussian": (PUSH, {}),
 }
