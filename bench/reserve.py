@@ -1,7 +1,6 @@
-"""What a reserve is worth: a policy that is told of less than is left of its budget, for several reserves.
+"""What a reserve is worth (agents/reserved.py): a policy's return and broken budgets, for several reserves.
 
-python bench/reserve.py safe-dark-point --reserves 0 5 10                 → results/lab/reserve/safe-dark-point.json
-python bench/reserve.py safe-velocity-ant --ways 0.25:0 0:0.5 --split train --budgets 1 5     TEMPERATURE:RESERVE
+python bench/reserve.py safe-dark-point --reserves 0 8 20                 → results/lab/reserve/safe-dark-point.json
 
 By default on 200 validation tasks (seed 1000), at the temperature on the policy's card.
 """
@@ -52,7 +51,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("policy", help="a pretrained policy's name, a file, or a run's folder")
     parser.add_argument("--reserves", type=float, nargs="+", default=[0.0])
-    parser.add_argument("--ways", nargs="+", help="TEMPERATURE:RESERVE, in place of --reserves; 0: greedy")
     parser.add_argument("--budgets", type=float, nargs=2, help="range; the environment's test range by default")
     parser.add_argument("--edges", type=float, nargs="+", default=[0, 1, 2, 3, 4, 5, 10, 15, 20, 30, 40, 51])
     parser.add_argument("--tasks", type=int, default=200)
@@ -60,23 +58,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--out", type=Path, help="results/lab/reserve/POLICY.json by default")
     args = parser.parse_args()
-    about, ways = provenance(), [(None, reserve) for reserve in args.reserves]
-    if args.ways:
-        ways = [tuple(map(float, way.split(":"))) for way in args.ways]
-    found, table = [], Table("actions", "reserve", "return", "last five", "over", "trials ever over")
-    for temperature, reserve in ways:
-        who = released(args.policy, temperature=temperature, reserve=reserve)
+    about, found, table = provenance(), [], Table("reserve", "return", "last five", "over", "trials ever over")
+    for reserve in args.reserves:
+        who = released(args.policy, reserve=reserve)
         results = who.evaluate(
             budgets=args.budgets and tuple(args.budgets), tasks=args.tasks, split=args.split, seed=args.seed
         )
         line = measured(results, args.edges)
-        found.append({"actions": who.meta["actions"], "reserve": reserve, **line})
+        found.append({"reserve": reserve, **line})
         table.add_row(
-            who.meta["actions"], f"{reserve:g}", f"{line['return']:.2f}", f"{line['last_five']:.3f}",
+            f"{reserve:g}", f"{line['return']:.2f}", f"{line['last_five']:.3f}",
             f"{line['over']:.2%}", f"{line['trials_over']:.1%}",
         )  # fmt: skip
     Console().print(table)
     settings = {"policy": args.policy, "tasks": args.tasks, "split": args.split, "seed": args.seed}
+    settings["actions"] = who.meta["actions"]
     out = args.out or Path(f"results/lab/reserve/{Path(args.policy).stem}.json")
     write_json(out, {**about, **settings, "env": who.meta["card"]["env"], "found": found})
 

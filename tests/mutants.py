@@ -114,17 +114,17 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
     ),
     # a reserve
     Mutant(
-        "a reserve that adds to the budget", "agents/in_context.py", "token.ctg - self.reserve",
-        "token.ctg + self.reserve", "test_reserve.py::test_it_acts_as_under_a_smaller_budget",
+        "a reserve before the first cost", "agents/reserved.py", "token.ctg < budget", "token.ctg <= budget",
+        "test_reserve.py::test_it_is_kept_once_an_episode_has_cost_something",
+    ),
+    Mutant(
+        "a reserve of the last episode's budget", "agents/reserved.py", "token.ctg, held.budget)",
+        "held.budget, held.budget)", "test_reserve.py::test_it_is_kept_once_an_episode_has_cost_something",
     ),
     Mutant(
         "a guard that keeps the reserve, too", "agents/in_context.py", "guard.judge(watched, token.ctg, ",
         "guard.judge(watched, token.ctg - self.reserve, ",
         "test_reserve.py::test_the_guard_judges_by_what_is_really_left",
-    ),
-    Mutant(
-        "a graph without the reserve", "policies/onnx.py", "np.float32(self.agent.reserve)", "np.float32(0)",
-        "test_onnx.py::test_the_runner_acts_as_the_policy_through_whole_trials[a reserve]",
     ),
     # the guard's ledger
     Mutant(

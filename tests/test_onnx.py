@@ -31,16 +31,14 @@ PUSH = Push(max_steps=4, episodes=3)
 ROWS = 3
 
 
-def policy(env, *, temperature=0.0, risk=None, reserve=0.0, trained=4, settle=True, **net) -> Policy:
+def policy(env, *, temperature=0.0, risk=None, trained=4, settle=True, **net) -> Policy:
     config = NetConfig(width=8, layers=2, heads=2, context=9, dtype="float32", **net)
     weights = random_weights(PolicyNet, config, env.spec, scale=2.0)
     # biases around zero: else one action would always win
     centred = lambda path, x: x - 1 if path[-1].name in ("bias", "offset") else x  # noqa: E731
     arrays, static = eqx.partition(weights, eqx.is_array)
     weights = eqx.combine(jax.tree_util.tree_map_with_path(centred, arrays), static)
-    agent = InContextAgent(
-        net=weights, risk=risk, reserve=reserve, temperature=temperature, trained_episodes=trained
-    )
+    agent = InContextAgent(net=weights, risk=risk, temperature=temperature, trained_episodes=trained)
     return Policy(env=env, agent=agent, card={"kind": "net", "env": env_to_plain(env)}, settle=settle)
 
 
@@ -62,7 +60,6 @@ KINDS = {
     ),
     "a ledger, the guard off": (ROOM, {"guard": 2, "guard_ledger": 3, "shared_ledger": True}),
     "one episode, saturated": (ROOM, {"trained": 1, "saturate": 1}),
-    "a reserve": (ROOM, {"reserve": 0.75, "guard": 2, "risk": 0.4}),
     "levels": (PUSH, {"levels": 5}),
     "gaussian": (PUSH, {}),
 }

@@ -1,4 +1,4 @@
-"""A reserve: the network is told that less is left of the budget. The budget itself stays."""
+"""A reserve: once an episode has cost something, the network is told that less is left. The budget itself stays."""
 
 import jax
 import jax.numpy as jnp
@@ -10,59 +10,98 @@ from safeicrl import load_policy
 from safeicrl.agents.api import with_options
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.agents.reference import RandomAgent
+from safeicrl.agents.reserved import Reserved
 from safeicrl.cli import main
+from safeicrl.envs.api import replace
 from safeicrl.envs.registry import env_to_plain
 from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import load_results
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.policies.contenders import released
+from safeicrl.policies.onnx import export_onnx
 from safeicrl.policies.policy import Policy
-from safeicrl.tokens import first_token
+from safeicrl.tokens import Token, first_token, next_token
+
+RESERVE, BUDGET = 0.75, 3.0
+STEPS, COSTLY = 14, (3, 4, 9)  # steps of a trial with episodes of five steps, and those after which a cost is told
 
 
-def agent(reserve: float, **net) -> InContextAgent:
+def agent(reserve: float, settles: bool = False, **net) -> InContextAgent:
     config = NetConfig(width=8, layers=2, heads=2, context=20, dtype="float32", **net)
     return InContextAgent(
         net=random_weights(PolicyNet, config, ROOM.spec, scale=2.0),
         reserve=reserve,
         risk=0.3 if config.guard else None,
         trained_episodes=3,
+        settles=settles,
     )
 
 
-def played(reserve: float, budget: float) -> tuple[list[int], np.ndarray]:
-    """Actions on random experience with three costs of one unit, and what is remembered of it all."""
-    policy = Policy(env=ROOM, agent=agent(reserve), card={"kind": "net", "env": env_to_plain(ROOM)})
-    policy.start(budget=budget, seed=3)
-    rng, actions = np.random.default_rng(0), []
-    for step in range(14):
-        last = (rng.normal(), int(step in (3, 4, 9)), False, step % 5 == 4) if step else ()
-        actions.append(policy.act(rng.integers(0, 3, 2), *last))
-    return actions, np.asarray(policy._trial.memory.cache.keys[-1])
+def tokens() -> list[Token]:
+    """A trial of one row with costs of one unit."""
+    rng, budget = np.random.default_rng(0), jnp.full(1, BUDGET)
+    found = [jax.vmap(first_token, (None, 0, 0))(ROOM.spec, jnp.asarray(rng.integers(0, 3, (1, 2))), budget)]
+    for step in range(1, STEPS):
+        seen, action = (jnp.asarray(rng.integers(0, 3, shape)) for shape in ((1, 2), 1))
+        cost, done = jnp.full(1, float(step in COSTLY)), jnp.full(1, step % 5 == 0)
+        found.append(next_token(found[-1], seen, action, jnp.zeros(1), cost, done, budget))
+    return found
 
 
-def test_it_acts_as_under_a_smaller_budget():
-    actions, memory = played(1.0, budget=3.0)
-    smaller, remembered = played(0.0, budget=2.0)
-    assert actions == smaller
-    np.testing.assert_array_equal(memory, remembered)
-    assert np.abs(memory - played(0.0, budget=3.0)[1]).max() > 0.01
+def features(who: InContextAgent, given: list[Token]) -> np.ndarray:
+    memory, found = who.extend(who.init(None, 1), 20), []
+    for token in given:
+        memory, seen, _ = who.read(memory, token)
+        found.append(np.asarray(seen[0]))
+    return np.stack(found)
+
+
+@pytest.mark.parametrize("settles", [False, True])
+def test_it_is_kept_once_an_episode_has_cost_something(settles):
+    told, paid = [], 0.0
+    for token in tokens():
+        paid = 0.0 if token.start[0] else paid + float(token.cost[0])
+        told.append(replace(token, ctg=token.ctg - RESERVE * (paid > 0)))
+    assert sum(bool(a.ctg[0] != b.ctg[0]) for a, b in zip(tokens(), told, strict=True)) == 3
+    ours = features(agent(RESERVE, settles), tokens())
+    np.testing.assert_allclose(ours, features(agent(0.0, settles), told), atol=1e-6)
+    without = features(agent(0.0, settles), tokens())
+    np.testing.assert_allclose(ours[:3], without[:3], atol=1e-6)
+    assert np.abs(ours[3:] - without[3:]).max() > 0.01
 
 
 def test_the_guard_judges_by_what_is_really_left():
+    """One unit is left of two, which no single step can break; the network is told that nothing is left."""
     ours, row = agent(1.0, guard=1), jnp.arange(2)[None]
-    token = jax.vmap(first_token, (None, 0, 0))(ROOM.spec, row, jnp.ones(1))  # one unit left: nothing can break
-    memory = ours.extend(ours.init(None, 1), 20)
+    first = jax.vmap(first_token, (None, 0, 0))(ROOM.spec, row, jnp.full(1, 2.0))
+    memory, *_ = ours.act(ours.extend(ours.init(None, 1), 20), first, jax.random.key(0))
+    assert isinstance(memory, Reserved)
+    no = jnp.zeros(1, bool)
+    token = next_token(first, row, jnp.zeros(1, int), jnp.zeros(1), jnp.ones(1), no, jnp.full(1, 2.0))
     _, _, watched = ours.read(memory, token)
-    told, really = (
-        ours.net.guard.judge(watched, left, token.time, 0.3).risk for left in (jnp.zeros(1), jnp.ones(1))
-    )
+    judge = lambda left: ours.net.guard.judge(watched, jnp.full(1, left), token.time, 0.3).risk  # noqa: E731
+    assert (np.asarray(judge(0.0)) > 0).all()  # what the network is told of
+    assert (np.asarray(judge(1.0)) == 0).all()
     said = ours.act(memory, token, jax.random.key(0))[2]
-    assert (np.asarray(really) == 0).all()
-    assert (np.asarray(told) > 0).all()
     assert said["risk"][0] == 0
     assert not said["stepped_in"][0]
+
+
+def test_a_trial_with_a_reserve_goes_on_after_a_restart(tmp_path):
+    def acted(policy: Policy, steps: range) -> list[int]:
+        rng = np.random.default_rng(0)
+        given = [(rng.integers(0, 3, 2), 0.0, float(step in COSTLY), False, step % 5 == 0) for step in range(STEPS)]
+        return [policy.act(*(given[step] if step else given[step][:1])) for step in steps]
+
+    policies = [
+        Policy(env=ROOM, agent=agent(RESERVE), card={"kind": "net", "env": env_to_plain(ROOM)}) for _ in range(2)
+    ]
+    policies[0].start(budget=BUDGET, seed=3)
+    acted(policies[0], range(4))  # a cost has been told
+    policies[0].save_context(tmp_path / "trial")
+    policies[1].load_context(tmp_path / "trial")
+    assert acted(policies[0], range(4, STEPS)) == acted(policies[1], range(4, STEPS))
 
 
 def test_cards_options_and_results_say_it(tmp_path, capsys):
@@ -79,6 +118,8 @@ def test_cards_options_and_results_say_it(tmp_path, capsys):
     assert main(["evaluate", str(path), *small, "--out", str(results)]) == 0
     assert "reserve 0.5" in capsys.readouterr().out
     assert load_results(results).meta["reserve"] == 0.5
+    with pytest.raises(UserError, match="a reserve has no ONNX graph: load the policy with reserve=0"):
+        export_onnx(policy, tmp_path / "graph")
 
 
 @pytest.mark.parametrize("reserve", [-1, float("nan"), "much"])

@@ -100,8 +100,8 @@ def with_options(
 ) -> tuple[Agent, dict[str, Any]]:
     """The agent with actions sampled at a temperature or greedy, its context kept or wiped, its guard set or off.
 
-    `reserve` is how much of the budget its network is not told of. Also returns all of it for labels: {"actions":
-    ..., "context": ...} in words, with "guard" if it has one, and with "reserve" if that is not 0.
+    `reserve` is how much of a budget its network is not told of (reserved.py). Also returns all of it for labels:
+    {"actions": ..., "context": ...} in words, with "guard" if it has one, and with "reserve" if that is not 0.
     """
     greedy, wipe = check_flag("greedy", greedy), check_flag("wipe", wipe)
     agent, guarded = _with_guard(agent, risk, check_flag("guard", guard))

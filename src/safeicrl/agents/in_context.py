@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from safeicrl.agents.reserved import Reserved, told
 from safeicrl.agents.settled import SPARE, Settled, settled, take_back
 from safeicrl.envs.api import Key, PyTree, replace
 from safeicrl.nets.guard import Verdict, tolerated
@@ -11,7 +12,7 @@ from safeicrl.nets.heads import Categorical, Distribution, Levels, PolicyNet, Ta
 from safeicrl.nets.transformer import Cache
 from safeicrl.tokens import Token
 
-Memory = Cache | Settled
+Memory = Cache | Settled | Reserved
 CANDIDATES = 8  # real-valued actions that the guard may choose from instead of the policy's own
 
 
@@ -22,7 +23,7 @@ class InContextAgent(eqx.Module):
     epsilon: jax.Array | None = None  # [] exploration added while training off-policy
     risk: jax.Array | float | None = None  # the guard's threshold; None: no guard
     temperature: float = eqx.field(static=True, default=1.0)  # 0: greedy
-    reserve: float = eqx.field(static=True, default=0.0)  # of the budget, which its network is not told of
+    reserve: float = eqx.field(static=True, default=0.0)  # of the budget, see reserved.py
     trained_episodes: int | None = eqx.field(static=True, default=None)  # K; None: no limit, see `read`
     settles: bool = eqx.field(static=True, default=False)  # after K episodes, see settled.py
     bold: tuple[float, float] | None = eqx.field(static=True, default=None)  # in training: see `bold_rows`
@@ -30,11 +31,14 @@ class InContextAgent(eqx.Module):
     def init(self, tasks: PyTree, rows: int) -> Memory:
         """An empty context."""
         trunk = self.net.trunk
-        cache = self.net.init_cache(rows, 0, own_clocks=self.settles)
-        return settled(cache, trunk.spec.cost_shape) if self.settles else cache
+        cache, costs = self.net.init_cache(rows, 0, own_clocks=self.settles), trunk.spec.cost_shape
+        memory = settled(cache, costs) if self.settles else cache
+        return Reserved(memory=memory, budget=jnp.zeros((rows, *costs))) if self.reserve else memory
 
     def extend(self, memory: Memory, steps: int) -> Memory:
         """Room for `steps` tokens, at most the network's context; a settled memory has some to spare."""
+        if isinstance(memory, Reserved):
+            return replace(memory, memory=self.extend(memory.memory, steps))
         if isinstance(memory, Settled):
             return replace(memory, cache=self.net.trunk.extend_cache(memory.cache, steps, self.spare))
         return self.net.trunk.extend_cache(memory, steps)
@@ -81,7 +85,14 @@ class InContextAgent(eqx.Module):
         The network knows the indices of `trained_episodes` episodes, and goes wrong on larger ones. Every later
         episode has the last index that it knows, so a trial can go on for as long as the user likes.
         """
-        known = replace(token, ctg=token.ctg - self.reserve) if self.reserve else token
+        if isinstance(memory, Reserved):
+            budget, left = told(memory, token, self.reserve)
+            inner, seen, watched = self._read(memory.memory, token, replace(token, ctg=left))
+            return replace(memory, memory=inner, budget=budget), seen, watched
+        return self._read(memory, token, token)
+
+    def _read(self, memory: Cache | Settled, token: Token, known: Token) -> tuple[Memory, jax.Array, jax.Array]:
+        """The same; the network reads `known` in place of the token."""
         if self.trained_episodes is not None:
             known = replace(known, episode=jnp.minimum(token.episode, self.trained_episodes - 1))
         trunk = self.net.trunk

@@ -33,7 +33,7 @@ class Evaluate:
     greedy: bool = False  # take the most probable action instead of a sampled one
     risk: float | None = None  # chance of breaking the budget that the policy's guard tolerates; see its card
     guard: bool = True  # whether the policy's guard is on, if it has one
-    reserve: float | None = None  # of the budget, which the policy's network is not told of; see its card
+    reserve: float | None = None  # of the budget: told of less once an episode has cost something; see its card
     wipe: bool = False  # forget at every episode: shows what in-context learning is worth
     fresh_episodes: int | None = None  # for an agent that adapts: played for each update; 0: those that count
     updates: int | None = None  # for an agent that adapts: the most updates in a trial

@@ -33,7 +33,7 @@ class Export:
     description: str | None = None  # a sentence about the policy, for the card
     temperature: float | None = None  # of its actions; what its card says by default
     risk: float | None = None  # that its guard tolerates; what its card says by default
-    reserve: float | None = None  # of the budget, which its network is not told of; what its card says by default
+    reserve: float | None = None  # of the budget, see safeicrl evaluate; what its card says by default
     env_args: tuple[str, ...] = ()  # parameters of its environment to change, e.g. engine=auto
     # a limit of the policy, to add to those on its card; may be repeated
     limit: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()

@@ -53,6 +53,8 @@ def export_onnx(policy: Policy, out: str | Path) -> Path:
         raise UserError(f"only policies of kind 'net' become ONNX graphs, not {policy.card.get('kind')!r}")
     if agent.net.guard is not None and agent.risk is not None and not isinstance(policy.env.spec.action, Discrete):
         raise UserError("the guard of real-valued actions has no ONNX graph: load the policy with guard=False")
+    if agent.reserve:
+        raise UserError("a reserve has no ONNX graph: load the policy with reserve=0")
     refuse_several(policy.env.spec, "an ONNX graph")
     slots = policy.context
     assert slots is not None
@@ -196,8 +198,7 @@ class _Step:
         action = self.encode_action(token["action"])
         action = self.op("Where", column(first), self.const(np.float32(0)), action)
         ramps = max(spec.bounds("train")[1], 1.0) * 0.5 ** np.arange(CTG_SCALES)
-        left = self.op("Sub", column(token["ctg"]), self.const(np.float32(self.agent.reserve)))
-        spent = self.op("Div", left, self.const(ramps.astype(np.float32)))
+        spent = self.op("Div", column(token["ctg"]), self.const(ramps.astype(np.float32)))
         spent = self.op("Clip", spent, self.const(np.float32(-1)), self.const(np.float32(1)))
         time = self.op("Div", self.real(column(token["time"])), self.const(np.float32(spec.max_steps)))
         waves = self.op("Mul", time, self.const((np.pi * 2.0 ** np.arange(TIME_WAVES)).astype(np.float32)))

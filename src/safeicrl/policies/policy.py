@@ -72,8 +72,8 @@ def load_policy(
 
     Actions are sampled at the `temperature` given here or in its card; `greedy` takes the most probable ones.
     A guard works at the `risk` given here or in its card; `guard=False` switches it off.
-    The network is told that less is left of a budget than there is, by the `reserve` given here or in its card. The
-    budget itself, the guard and the hard stop do not change.
+    Once an episode has cost something, the network is told that less is left of its budget than there is, by the
+    `reserve` given here or in the card. The budget itself, the guard and the hard stop do not change.
     After the K episodes of its training its memory settles (docs/deploy.md). With `settle=False` it goes on, for a
     world that changes while it plays.
     """

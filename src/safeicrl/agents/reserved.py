@@ -1,0 +1,29 @@
+"""A reserve: once an episode has cost something, its network is told that less is left of the budget.
+
+A robot cannot stop at once. Its first cost says that it is in something that goes on costing, and what the network
+makes of the rest of its budget comes too late. Told of less, it stops sooner. Until the first cost it is told the
+truth, so a small budget does not keep it from searching. The budget itself does not change.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from safeicrl.agents.settled import Settled
+from safeicrl.budgets import beside
+from safeicrl.envs.api import record
+from safeicrl.nets.transformer import Cache
+from safeicrl.tokens import Token
+
+
+@record
+class Reserved:
+    """A memory that also knows the budget of the episode under way."""
+
+    memory: Cache | Settled
+    budget: jax.Array  # [row], with several costs [row, cost]
+
+
+def told(held: Reserved, token: Token, reserve: float) -> tuple[jax.Array, jax.Array]:
+    """The episode's budget, and how much the network is told of what is left; both as `token.ctg`."""
+    budget = jnp.where(beside(token.start, token.ctg), token.ctg, held.budget)
+    return budget, jnp.where(token.ctg < budget, token.ctg - reserve, token.ctg)
