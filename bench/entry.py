@@ -65,7 +65,7 @@ def main() -> None:
     offsets = rng.uniform(-HAZARD_RADIUS, HAZARD_RADIUS, MEETINGS)
     places = jnp.asarray(np.stack([rng.uniform(*DISTANCES, MEETINGS), offsets], -1), jnp.float32)
     table = Table(
-        "robot", "metres per step", "drives on", "turns round", "the better", "better: above 10", "above 20"
+        "robot", "metres per step", "drives on", "turns round", "the better", "better: above 10", "above 16"
     )
     for world, (parameters, thrusts) in WORLDS.items():
         env = make_env(world, **parameters)
@@ -78,7 +78,7 @@ def main() -> None:
             best = np.minimum(on, back)
             met = on > 0  # a corner may be cut between two simulation steps
             mean = {"speed": speed, "drives_on": on, "turns_round": back, "better": best}
-            mean |= {"above_10": best > 10, "above_20": best > 20}
+            mean |= {"above_10": best > 10, "above_16": best > 16}
             line = {name: float(values[met].mean()) for name, values in mean.items()}
             found.append({"world": world, "thrust": thrust, "met": float(met.mean()), **line})
             styles = ("{:.3f}", "{:.1f}", "{:.1f}", "{:.1f}", "{:.0%}", "{:.0%}")
