@@ -94,13 +94,14 @@ def test_a_trial_with_a_reserve_goes_on_after_a_restart(tmp_path):
         given = [(rng.integers(0, 3, 2), 0.0, float(step in COSTLY), False, step % 5 == 0) for step in range(STEPS)]
         return [policy.act(*(given[step] if step else given[step][:1])) for step in steps]
 
-    policies = [
-        Policy(env=ROOM, agent=agent(RESERVE), card={"kind": "net", "env": env_to_plain(ROOM)}) for _ in range(2)
-    ]
+    card = {"kind": "net", "env": env_to_plain(ROOM)}
+    policies = [Policy(env=ROOM, agent=agent(reserve), card=card) for reserve in (RESERVE, RESERVE, 0.0)]
     policies[0].start(budget=BUDGET, seed=3)
     acted(policies[0], range(4))  # a cost has been told
     policies[0].save_context(tmp_path / "trial")
     policies[1].load_context(tmp_path / "trial")
+    with pytest.raises(UserError, match=r"saved by another policy, .*, or with another `settle` or `reserve`"):
+        policies[2].load_context(tmp_path / "trial")
     assert acted(policies[0], range(4, STEPS)) == acted(policies[1], range(4, STEPS))
 
 

@@ -64,7 +64,9 @@ def load(
     except (ValueError, KeyError, TypeError, RecursionError):  # metadata that no `save` ever wrote
         raise UserError(f"{path} is damaged and cannot be read as a context") from None
     if meta["policy"] != policy:
-        raise UserError(f"{path} was saved by another policy, for another environment, or with another `settle`")
+        raise UserError(
+            f"{path} was saved by another policy, for another environment, or with another `settle` or `reserve`"
+        )
     arrays, _ = checkpoint.load(path, like(meta["rows"], meta["has"]), kind="context")
     try:
         _check_values(arrays, spec)

@@ -293,9 +293,13 @@ class Policy:
             )
 
     def _identity(self) -> str:
-        goes_on = getattr(self.agent, "settles", None) is False  # its memory has another form
         described = {"env": self.card.get("env"), "kind": self.card.get("kind")}
-        return contexts.identity(self.agent, described | ({"settles": False} if goes_on else {}))
+        # what gives its memory another form
+        if getattr(self.agent, "settles", None) is False:
+            described["settles"] = False
+        if reserve := getattr(self.agent, "reserve", 0.0):
+            described["reserve"] = reserve
+        return contexts.identity(self.agent, described)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
