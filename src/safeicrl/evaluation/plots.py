@@ -400,6 +400,7 @@ def _say_how(figure: Figure, groups: Groups) -> None:
         what += [f"{len(seeds)} seeds"] if len(seeds) > 1 else []
         what += [f"actions {actions}"] if (actions := seeds[0].meta.get("actions")) else []
         what += [f"guard {guard}"] if (guard := seeds[0].meta.get("guard")) else []
+        what += [f"reserve {reserve:g}"] if (reserve := seeds[0].meta.get("reserve")) else []
         what += [engine] if (engine := seeds[0].meta.get("approximation")) else []
         parts.append(f"{label}: {', '.join(what)}")
     commands = dict.fromkeys(str(seeds[0].meta.get("command", "")) for seeds in groups.values())

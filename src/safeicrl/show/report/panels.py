@@ -149,10 +149,11 @@ PUBLISHED_LOG = (
 
 # steps that a fitted guard looks ahead: as many as a trap is deep, or as the robot needs to slow down
 DEPTHS = {"dark-room": 3, "point": 8, "car": 6, "half-cheetah": 4, "ant": 4}
+RESERVES = {"point": 8, "car": 5}  # units of cost, see docs/guard.md
 
 
 def _guard(world: str) -> tuple[Need, ...]:
-    """The guard's comparison: penalty only, a guard at test time only; in the room, a guard in training, too."""
+    """The comparison: penalty only, a guard at test time only, a reserve (arenas), a guard in training (room)."""
     _, folder, tasks, _ = WORLDS[world]
     evaluate = f"safeicrl evaluate {folder} --tasks {tasks} --out results/{folder}/policy"
     penalty = Need(label="penalty only", files=(f"{folder}/policy.npz",), command=evaluate)
@@ -162,6 +163,14 @@ def _guard(world: str) -> tuple[Need, ...]:
         files=(f"{folder}/fitted.npz",),
         command=f"{fit}\nsafeicrl evaluate runs/{folder}-fitted --tasks {tasks} --out results/{folder}/fitted",
     )
+    if reserve := RESERVES.get(world):
+        kept = Need(
+            label=f"reserve {reserve}",
+            files=(f"{folder}/reserve.npz",),
+            command=f"safeicrl evaluate {folder} --reserve {reserve} --tasks {tasks} "
+            f"--out results/{folder}/reserve",
+        )
+        return penalty, fitted, kept
     if world != "dark-room":
         return penalty, fitted
     return (
@@ -181,8 +190,9 @@ def _guard(world: str) -> tuple[Need, ...]:
         Need(
             label="taught by the explorer",
             files=("safe-dark-room-guard/taught*.npz",),
-            command="safeicrl train --preset darkroom-guard --algo.teacher 1 --out runs/taught\n"
-            "safeicrl evaluate runs/taught --tasks 1000 --out results/safe-dark-room-guard/taught",
+            command="safeicrl train --preset darkroom-guard --algo.teacher 1 --algo.iterations 220 "
+            "--out runs/taught\n"
+            "safeicrl evaluate runs/taught --temperature 0.5 --out results/safe-dark-room-guard/taught",
         ),
         _reference("dark-room", "explorer"),
     )
