@@ -1,10 +1,10 @@
-"""What it costs a robot to drive into a hazard that it does not know, however well it reacts.
+"""What it costs a robot to drive into a hazard that it does not know.
 
-python bench/entry.py          Point and Car, in the plane → results/lab/point/entry.json
+python bench/entry.py          Point and Car (Car in the plane) → results/lab/point/entry.json
 
 It comes from afar at a steady thrust and meets the hazard anywhere on its width. After the first step of cost it
-either drives on at full thrust or turns its thrust round, until it is outside. A policy cannot do better than the
-better of the two: it does not even know where it hit the hazard.
+drives on at full thrust or turns its thrust round, until it is outside. "The better" is the cheaper of the two
+at each meeting, which a policy cannot know beforehand. Nobody steers.
 """
 
 import argparse
