@@ -18,6 +18,7 @@ from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import load_results
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
+from safeicrl.policies.cards import save_policy
 from safeicrl.policies.contenders import released
 from safeicrl.policies.onnx import export_onnx
 from safeicrl.policies.policy import Policy
@@ -124,9 +125,13 @@ def test_cards_options_and_results_say_it(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("reserve", [-1, float("nan"), "much"])
-def test_what_is_no_reserve(reserve):
+def test_what_is_no_reserve(reserve, tmp_path):
     with pytest.raises(UserError, match="reserve must be a"):
         load_policy("safe-dark-room", reserve=reserve)
+    policy = load_policy("safe-dark-room")
+    save_policy(tmp_path / "bad.safetensors", policy.agent, {**policy.card, "reserve": reserve})
+    with pytest.raises(UserError, match=r"bad\.json: 'reserve' must be a"):
+        load_policy(tmp_path / "bad")
 
 
 def test_who_keeps_none(capsys):

@@ -47,7 +47,7 @@ class InContextAgent(eqx.Module):
     def spare(self) -> int:
         """How many tokens a settled memory has room for, beside those of training's trials.
 
-        None if these were longer than the context: then the policy has learned to do without the oldest tokens.
+        0 if these were longer than the context: then the policy has learned to do without the oldest tokens.
         """
         if not self.settles or self.trained_episodes is None:
             return 0
