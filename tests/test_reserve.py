@@ -1,5 +1,8 @@
 """A reserve: once an episode has cost something, the network is told that less is left. The budget itself stays."""
 
+import dataclasses
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +13,7 @@ from safeicrl import load_policy
 from safeicrl.agents.api import with_options
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.agents.reference import RandomAgent
-from safeicrl.agents.reserved import Reserved
+from safeicrl.agents.reserved import Reserved, told_in_rows
 from safeicrl.cli import main
 from safeicrl.envs.api import replace
 from safeicrl.envs.registry import env_to_plain
@@ -18,6 +21,8 @@ from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import load_results
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
+from safeicrl.optimisers import guard_fit
+from safeicrl.optimisers.guard_fit import GuardFitConfig
 from safeicrl.policies.cards import save_policy
 from safeicrl.policies.contenders import released
 from safeicrl.policies.onnx import export_onnx
@@ -26,6 +31,9 @@ from safeicrl.tokens import Token, first_token, next_token
 
 RESERVE, BUDGET = 0.75, 3.0
 STEPS, COSTLY = 14, (3, 4, 9)  # steps of a trial with episodes of five steps, and those after which a cost is told
+
+
+read = eqx.filter_jit(InContextAgent.read)
 
 
 def agent(reserve: float, settles: bool = False, **net) -> InContextAgent:
@@ -53,7 +61,7 @@ def tokens() -> list[Token]:
 def features(who: InContextAgent, given: list[Token]) -> np.ndarray:
     memory, found = who.extend(who.init(None, 1), 20), []
     for token in given:
-        memory, seen, _ = who.read(memory, token)
+        memory, seen, _ = read(who, memory, token)
         found.append(np.asarray(seen[0]))
     return np.stack(found)
 
@@ -67,6 +75,8 @@ def test_it_is_kept_once_an_episode_has_cost_something(settles):
     assert sum(bool(a.ctg[0] != b.ctg[0]) for a, b in zip(tokens(), told, strict=True)) == 3
     ours = features(agent(RESERVE, settles), tokens())
     np.testing.assert_allclose(ours, features(agent(0.0, settles), told), atol=1e-6)
+    rows = jax.tree.map(lambda *x: jnp.stack(x, 1), *tokens())
+    np.testing.assert_allclose(told_in_rows(rows, RESERVE)[0], [token.ctg[0] for token in told])
     without = features(agent(0.0, settles), tokens())
     np.testing.assert_allclose(ours[:3], without[:3], atol=1e-6)
     assert np.abs(ours[3:] - without[3:]).max() > 0.01
@@ -87,6 +97,15 @@ def test_the_guard_judges_by_what_is_really_left():
     said = ours.act(memory, token, jax.random.key(0))[2]
     assert said["risk"][0] == 0
     assert not said["stepped_in"][0]
+
+
+def test_a_guard_is_fitted_to_what_the_network_is_told_of():
+    who = guard_fit.with_new_guard(agent(RESERVE), GuardFitConfig(depth=1), jax.random.key(0))
+    played, _ = guard_fit._play(ROOM, who, 2, jax.random.key(1))
+    given = [jax.tree.map(lambda x: x[:1, step], played.token) for step in range(played.cost.shape[1])]  # noqa: B023
+    step_by_step = features(who, given)
+    np.testing.assert_allclose(played.features[0], step_by_step, atol=1e-5)
+    assert np.abs(features(dataclasses.replace(who, reserve=0.0), given) - step_by_step).max() > 0.01
 
 
 def test_a_trial_with_a_reserve_goes_on_after_a_restart(tmp_path):

@@ -27,3 +27,10 @@ def told(held: Reserved, token: Token, reserve: float) -> tuple[jax.Array, jax.A
     """The episode's budget, and how much the network is told of what is left; both as `token.ctg`."""
     budget = jnp.where(beside(token.start, token.ctg), token.ctg, held.budget)
     return budget, jnp.where(token.ctg < budget, token.ctg - reserve, token.ctg)
+
+
+def told_in_rows(token: Token, reserve: float) -> jax.Array:
+    """What the network is told of at every step of whole rows, [row, time], as `token.ctg`."""
+    began = jax.lax.cummax(jnp.where(token.start, jnp.arange(token.start.shape[1]), 0), axis=1)
+    budget = jnp.take_along_axis(token.ctg, beside(began, token.ctg), 1)
+    return jnp.where(token.ctg < budget, token.ctg - reserve, token.ctg)

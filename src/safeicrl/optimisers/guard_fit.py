@@ -22,7 +22,8 @@ import numpy as np
 import optax
 
 from safeicrl.agents.in_context import InContextAgent, bold_rows
-from safeicrl.envs.api import Env, Key, PyTree
+from safeicrl.agents.reserved import told_in_rows
+from safeicrl.envs.api import Env, Key, PyTree, replace
 from safeicrl.envs.faults import refuse_fault
 from safeicrl.envs.registry import env_to_plain
 from safeicrl.envs.spaces import Discrete
@@ -200,7 +201,8 @@ def _play(env: Env, agent: InContextAgent, rows: int, key: Key) -> tuple[Play, d
         tasks, budgets, play_key, episodes=spec.episodes, steps=spec.trial_steps,
         segments=max(spec.trial_steps // SEGMENT, 1),
     )  # fmt: skip
-    features = agent.net.trunk.forward(trials.token, trials.trial)
+    known = replace(trials.token, ctg=told_in_rows(trials.token, agent.reserve))
+    features = agent.net.trunk.forward(known, trials.trial)
     policy = agent.net.distribution(features)
     real = isinstance(policy, TanhNormal)
     taken = spec.action.encode_scaled(trials.action) if real else policy.index(trials.action)  # type: ignore[union-attr]
