@@ -1,6 +1,7 @@
 """What a reserve is worth (agents/reserved.py): a policy's return and broken budgets, for several reserves.
 
 python bench/reserve.py safe-dark-point --reserves 0 8 20                 → results/lab/reserve/safe-dark-point.json
+python bench/reserve.py safe-velocity-ant --reserves 0 1,3 --greedy       1 of budgets below 3, from the start
 
 By default on 200 validation tasks (seed 1000), at the temperature on the policy's card.
 """
@@ -15,6 +16,7 @@ from common import provenance
 from rich.console import Console
 from rich.table import Table
 
+from safeicrl.budgets import reserve_words
 from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.statistics import standard_error
 from safeicrl.files import write_json
@@ -47,10 +49,16 @@ def measured(results: Results, edges: list[float]) -> dict[str, Any]:
     }
 
 
+def numbers(text: str) -> tuple[float, ...]:
+    """A reserve from the command line, AMOUNT or AMOUNT,BELOW."""
+    return tuple(float(part) for part in text.split(","))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("policy", help="a pretrained policy's name, a file, or a run's folder")
-    parser.add_argument("--reserves", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--reserves", type=numbers, nargs="+", default=[(0.0,)])
+    parser.add_argument("--greedy", action="store_true")
     parser.add_argument("--budgets", type=float, nargs=2, help="range; the environment's test range by default")
     parser.add_argument("--edges", type=float, nargs="+", default=[0, 1, 2, 3, 4, 5, 10, 15, 20, 30, 40, 51])
     parser.add_argument("--tasks", type=int, default=200)
@@ -60,14 +68,15 @@ def main() -> None:
     args = parser.parse_args()
     about, found, table = provenance(), [], Table("reserve", "return", "last five", "over", "trials ever over")
     for reserve in args.reserves:
-        who = released(args.policy, reserve=reserve)
+        who = released(args.policy, reserve=reserve, greedy=args.greedy)
         results = who.evaluate(
             budgets=args.budgets and tuple(args.budgets), tasks=args.tasks, split=args.split, seed=args.seed
         )
         line = measured(results, args.edges)
-        found.append({"reserve": reserve, **line})
+        kept = who.meta.get("reserve", 0.0)
+        found.append({"reserve": kept, **line})
         table.add_row(
-            f"{reserve:g}", f"{line['return']:.2f}", f"{line['last_five']:.3f}",
+            reserve_words(kept), f"{line['return']:.2f}", f"{line['last_five']:.3f}",
             f"{line['over']:.2%}", f"{line['trials_over']:.1%}",
         )  # fmt: skip
     Console().print(table)

@@ -114,7 +114,7 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
     ),
     # a reserve
     Mutant(
-        "a reserve before the first cost", "agents/reserved.py", "token.ctg < budget", "token.ctg <= budget",
+        "a reserve before the first cost", "agents/reserved.py", "left < budget", "left <= budget",
         "test_reserve.py::test_it_is_kept_once_an_episode_has_cost_something",
     ),
     Mutant(
@@ -125,6 +125,11 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
         "a guard that keeps the reserve, too", "agents/in_context.py", "guard.judge(watched, token.ctg, ",
         "guard.judge(watched, token.ctg - self.reserve, ",
         "test_reserve.py::test_the_guard_judges_by_what_is_really_left",
+    ),
+    Mutant(
+        "a reserve of any budget", "agents/reserved.py", "jnp.clip(below - budget, 0.0, amount)",
+        "jnp.clip(below - left, 0.0, amount)",
+        "test_reserve.py::test_of_smaller_budgets_more_is_kept_but_never_more_than_asked_for",
     ),
     # the guard's ledger
     Mutant(

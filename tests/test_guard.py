@@ -327,7 +327,7 @@ ROOM = SafeDarkRoom(size=4, obstacles=5, max_steps=6, episodes=2, train_budget=(
 
 @pytest.mark.parametrize(
     ("env", "levels", "points", "shared"),
-    [(ROOM, 0, 0, False), (ROOM, 0, 3, True), (BoundedPush(), 3, 0, False), (BoundedPush(), 0, 2, False)],
+    [(ROOM, 0, 3, True), (BoundedPush(), 3, 0, False), (BoundedPush(), 0, 2, False)],
 )
 def test_the_learner_sees_the_policy_that_acted(env, levels, points, shared):
     """At the first update the probability ratio is 1 everywhere, whatever the guard did; and it does something.
@@ -475,7 +475,7 @@ def test_what_leaves_a_compiled_step_is_what_the_agent_chose(env, levels):
     agent = InContextAgent(random_weights(functools.partial(PolicyNet, config, env.spec), scale=3.0), risk=0.3)
     token = running.first_tokens(env, env.spec.observation.zeros((5,)), jnp.arange(5.0))
     key, memory = jax.random.key(4), running.remember(agent, 5, 12)
-    _, action, extras = agent.act(memory, token, jax.random.split(key)[1])
+    _, action, extras = eqx.filter_jit(InContextAgent.act)(agent, memory, token, jax.random.split(key)[1])
     made = running.for_trial(agent)["ready"]
     _, _, chosen, said = running.take_step((made, token, key), memory)
     assert (chosen.dtype, chosen.shape) == (env.spec.action.dtype, (5, *env.spec.action.shape))

@@ -201,6 +201,22 @@ def test_a_policy_is_found_by_any_of_its_names(released):
         np.testing.assert_array_equal(policy.agent.table, np.arange(45.0).reshape(9, 5))
 
 
+def test_the_papers_method_has_a_name_of_its_own():
+    worlds = {
+        "safe-dark-room",
+        "safe-dark-point",
+        "safe-dark-car",
+        "safe-velocity-half-cheetah",
+        "safe-velocity-ant",
+    }
+    assert catalogue.penalty_names() == {f"{world}-penalty": world for world in worlds}
+    for world in worlds:
+        assert catalogue.find_policy(f"{world}-penalty") == catalogue.find_policy(world)
+    assert load_policy("safe-dark-room-penalty").agent.risk is None
+    with pytest.raises(UserError, match="unknown policy 'safe-dark-room-guard-penalty'"):
+        load_policy("safe-dark-room-guard-penalty")
+
+
 def test_an_extension_of_ones_own(released, tmp_path):
     for extension in (".safetensors", ".json"):
         (tmp_path / f"b.txt{extension}").write_bytes(released.with_suffix(extension).read_bytes())

@@ -13,7 +13,8 @@ from safeicrl import load_policy
 from safeicrl.agents.api import with_options
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.agents.reference import RandomAgent
-from safeicrl.agents.reserved import Reserved, told_in_rows
+from safeicrl.agents.reserved import Reserved, kept, told_in_rows
+from safeicrl.budgets import Reserve, reserve_words
 from safeicrl.cli import main
 from safeicrl.envs.api import replace
 from safeicrl.envs.registry import env_to_plain
@@ -23,20 +24,21 @@ from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.optimisers import guard_fit
 from safeicrl.optimisers.guard_fit import GuardFitConfig
+from safeicrl.policies import running
 from safeicrl.policies.cards import save_policy
 from safeicrl.policies.contenders import released
 from safeicrl.policies.onnx import export_onnx
 from safeicrl.policies.policy import Policy
-from safeicrl.tokens import Token, first_token, next_token
+from safeicrl.tokens import Token
 
 RESERVE, BUDGET = 0.75, 3.0
 STEPS, COSTLY = 14, (3, 4, 9)  # steps of a trial with episodes of five steps, and those after which a cost is told
 
 
-read = eqx.filter_jit(InContextAgent.read)
+read, act = eqx.filter_jit(InContextAgent.read), eqx.filter_jit(InContextAgent.act)
 
 
-def agent(reserve: float, settles: bool = False, **net) -> InContextAgent:
+def agent(reserve: Reserve, settles: bool = False, **net) -> InContextAgent:
     config = NetConfig(width=8, layers=2, heads=2, context=20, dtype="float32", **net)
     return InContextAgent(
         net=random_weights(PolicyNet, config, ROOM.spec, scale=2.0),
@@ -50,11 +52,11 @@ def agent(reserve: float, settles: bool = False, **net) -> InContextAgent:
 def tokens() -> list[Token]:
     """A trial of one row with costs of one unit."""
     rng, budget = np.random.default_rng(0), jnp.full(1, BUDGET)
-    found = [jax.vmap(first_token, (None, 0, 0))(ROOM.spec, jnp.asarray(rng.integers(0, 3, (1, 2))), budget)]
+    found = [running.first_tokens(ROOM, jnp.asarray(rng.integers(0, 3, (1, 2))), budget)]
     for step in range(1, STEPS):
         seen, action = (jnp.asarray(rng.integers(0, 3, shape)) for shape in ((1, 2), 1))
         cost, done = jnp.full(1, float(step in COSTLY)), jnp.full(1, step % 5 == 0)
-        found.append(next_token(found[-1], seen, action, jnp.zeros(1), cost, done, budget))
+        found.append(running.next_tokens(found[-1], seen, action, jnp.zeros(1), cost, done, budget))
     return found
 
 
@@ -82,19 +84,37 @@ def test_it_is_kept_once_an_episode_has_cost_something(settles):
     assert np.abs(ours[3:] - without[3:]).max() > 0.01
 
 
+def test_of_small_budgets_it_is_kept_from_the_first_step_on():
+    """Of a budget of 3, which is 0.5 below 3.5, that much."""
+    who, given = agent((1.0, BUDGET + 0.5)), tokens()
+    told = [replace(token, ctg=token.ctg - 0.5) for token in given]
+    np.testing.assert_allclose(features(who, given), features(agent(0.0), told), atol=1e-6)
+    rows = jax.tree.map(lambda *x: jnp.stack(x, 1), *given)
+    np.testing.assert_allclose(told_in_rows(rows, who.reserve)[0], [token.ctg[0] for token in told])
+    np.testing.assert_array_equal(features(agent((1.0, BUDGET)), given), features(agent(0.0), given))
+
+
+def test_of_smaller_budgets_more_is_kept_but_never_more_than_asked_for():
+    budgets = np.arange(0, 5, 0.25)
+    left = budgets - kept(budgets - 0.25, budgets, (1.0, 3.0))  # a step has cost something: no matter
+    np.testing.assert_allclose(left[budgets <= 2], budgets[budgets <= 2] - 1)
+    np.testing.assert_allclose(left[budgets >= 3], budgets[budgets >= 3])
+    assert (np.diff(left) > 0).all()
+
+
 def test_the_guard_judges_by_what_is_really_left():
     """One unit is left of two, which no single step can break; the network is told that nothing is left."""
     ours, row = agent(1.0, guard=1), jnp.arange(2)[None]
-    first = jax.vmap(first_token, (None, 0, 0))(ROOM.spec, row, jnp.full(1, 2.0))
-    memory, *_ = ours.act(ours.extend(ours.init(None, 1), 20), first, jax.random.key(0))
+    first = running.first_tokens(ROOM, row, jnp.full(1, 2.0))
+    memory, *_ = act(ours, ours.extend(ours.init(None, 1), 20), first, jax.random.key(0))
     assert isinstance(memory, Reserved)
     no = jnp.zeros(1, bool)
-    token = next_token(first, row, jnp.zeros(1, int), jnp.zeros(1), jnp.ones(1), no, jnp.full(1, 2.0))
-    _, _, watched = ours.read(memory, token)
+    token = running.next_tokens(first, row, jnp.zeros(1, int), jnp.zeros(1), jnp.ones(1), no, jnp.full(1, 2.0))
+    _, _, watched = read(ours, memory, token)
     judge = lambda left: ours.net.guard.judge(watched, jnp.full(1, left), token.time, 0.3).risk  # noqa: E731
     assert (np.asarray(judge(0.0)) > 0).all()  # what the network is told of
     assert (np.asarray(judge(1.0)) == 0).all()
-    said = ours.act(memory, token, jax.random.key(0))[2]
+    said = act(ours, memory, token, jax.random.key(0))[2]
     assert said["risk"][0] == 0
     assert not said["stepped_in"][0]
 
@@ -139,11 +159,16 @@ def test_cards_options_and_results_say_it(tmp_path, capsys):
     assert main(["evaluate", str(path), *small, "--out", str(results)]) == 0
     assert "reserve 0.5" in capsys.readouterr().out
     assert load_results(results).meta["reserve"] == 0.5
+    assert main(["export", str(path), "--out", str(tmp_path / "other"), "--reserve", "1", "3"]) == 0
+    other = load_policy(tmp_path / "other")
+    assert (other.agent.reserve, other.card["reserve"]) == ((1.0, 3.0), [1.0, 3.0])
+    assert released("safe-dark-room", reserve=(2, 4)).meta["reserve"] == [2.0, 4.0]
+    assert reserve_words([2.0, 4.0]) == "reserve 2 of budgets below 4"
     with pytest.raises(UserError, match="a reserve has no ONNX graph: load the policy with reserve=0"):
         export_onnx(policy, tmp_path / "graph")
 
 
-@pytest.mark.parametrize("reserve", [-1, float("nan"), "much"])
+@pytest.mark.parametrize("reserve", [-1, float("nan"), "much", [], [1, -3], [1, 2, 3]])
 def test_what_is_no_reserve(reserve, tmp_path):
     with pytest.raises(UserError, match="reserve must be a"):
         load_policy("safe-dark-room", reserve=reserve)

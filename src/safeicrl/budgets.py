@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from safeicrl.errors import UserError, check_range
+from safeicrl.errors import UserError, check_number, check_range
 
 Array = Any  # numpy's or JAX's
 Range = tuple[float, float]  # least and greatest budget
 Ranges = Range | tuple[Range, ...]  # one for all costs, or one for each
+Reserve = float | tuple[float, float]  # once an episode has cost something, or (amount, of budgets below)
 
 
 def is_over(cost: Array, budget: Array, several: bool = False) -> Array:
@@ -25,6 +26,23 @@ def is_over(cost: Array, budget: Array, several: bool = False) -> Array:
     """
     over = cost > budget * (1 + 1e-6) + 1e-6
     return over.any(-1) if several else over
+
+
+def check_reserve(name: str, reserve: object) -> Reserve:
+    """A reserve from what a user or a card gives: a number, one alone in a sequence, or two, (amount, below)."""
+    given = tuple(reserve) if isinstance(reserve, list | tuple) else (reserve,)
+    if len(given) not in (1, 2):
+        raise UserError(f"{name} must be a number, or two: the amount and the budget below which, got {reserve!r}")
+    amount, *below = (check_number(name, number, 0.0) for number in given)
+    return (amount, below[0]) if below and amount else amount
+
+
+def reserve_words(reserve: float | Sequence[float]) -> str:
+    """A reserve in words, as results and cards hold it."""
+    if isinstance(reserve, Sequence):
+        amount, below = reserve
+        return f"reserve {amount:g} of budgets below {below:g}"
+    return f"reserve {reserve:g}"
 
 
 def beside(values: Array, costs: Array) -> Array:

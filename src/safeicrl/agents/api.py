@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from safeicrl.budgets import Reserve, check_reserve
 from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, replace
 from safeicrl.errors import UserError, check_flag, check_number, check_risk
 from safeicrl.tokens import Token, first_token
@@ -96,7 +97,7 @@ def with_options(
     wipe: bool = False,
     risk: float | None = None,
     guard: bool = True,
-    reserve: float | None = None,
+    reserve: Reserve | None = None,
 ) -> tuple[Agent, dict[str, Any]]:
     """The agent with actions sampled at a temperature or greedy, its context kept or wiped, its guard set or off.
 
@@ -118,15 +119,16 @@ def with_options(
     if reserve is not None:
         if not hasattr(agent, "reserve"):
             raise UserError(f"{type(agent).__name__} keeps no reserve: leave out reserve {reserve}")
-        agent = dataclasses.replace(agent, reserve=check_number("reserve", reserve, 0.0))  # type: ignore[type-var]
-    kept = {"reserve": left} if (left := getattr(agent, "reserve", 0.0)) else {}
+        agent = dataclasses.replace(agent, reserve=check_reserve("reserve", reserve))  # type: ignore[type-var]
+    kept = getattr(agent, "reserve", 0.0)
+    told = {"reserve": list(kept) if isinstance(kept, tuple) else kept} if kept else {}
     actions = "as the agent decides"
     if has:
         used = float(agent.temperature)  # type: ignore[attr-defined]
         actions = "greedy" if used == 0 else f"sampled, temperature {used:g}"
     context = "wiped at every episode" if wipe else "none, parameters adapt" if adapts(agent) else "kept"
     agent = WipedAgent(agent=lasting(agent, False), spec=env.spec) if wipe else agent  # nothing to take back
-    return agent, {"actions": actions, "context": context, **guarded, **kept}
+    return agent, {"actions": actions, "context": context, **guarded, **told}
 
 
 def lasting(agent: Agent, on: bool = True) -> Agent:

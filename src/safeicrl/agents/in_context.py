@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from safeicrl.agents.reserved import Reserved, told
 from safeicrl.agents.settled import SPARE, Settled, settled, take_back
+from safeicrl.budgets import Reserve
 from safeicrl.envs.api import Key, PyTree, replace
 from safeicrl.nets.guard import Verdict, tolerated
 from safeicrl.nets.heads import Categorical, Distribution, Levels, PolicyNet, TanhNormal
@@ -23,7 +24,7 @@ class InContextAgent(eqx.Module):
     epsilon: jax.Array | None = None  # [] exploration added while training off-policy
     risk: jax.Array | float | None = None  # the guard's threshold; None: no guard
     temperature: float = eqx.field(static=True, default=1.0)  # 0: greedy
-    reserve: float = eqx.field(static=True, default=0.0)  # of the budget, see reserved.py
+    reserve: Reserve = eqx.field(static=True, default=0.0)  # of the budget, see reserved.py
     trained_episodes: int | None = eqx.field(static=True, default=None)  # K; None: no limit, see `read`
     settles: bool = eqx.field(static=True, default=False)  # after K episodes, see settled.py
     bold: tuple[float, float] | None = eqx.field(static=True, default=None)  # in training: see `bold_rows`

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
+from safeicrl.budgets import reserve_words
 from safeicrl.cli.options import parse
 from safeicrl.errors import UserError
 from safeicrl.files import check_output, make_folder
@@ -33,7 +34,9 @@ class Evaluate:
     greedy: bool = False  # take the most probable action instead of a sampled one
     risk: float | None = None  # chance of breaking the budget that the policy's guard tolerates; see its card
     guard: bool = True  # whether the policy's guard is on, if it has one
-    reserve: float | None = None  # of the budget: told of less once an episode has cost something; see its card
+    # how much less than the truth the policy is told of its budget, once an episode has cost something; with BELOW
+    # from the first step on, of budgets below that; what its card says by default
+    reserve: Annotated[tuple[float, ...], tyro.conf.arg(metavar="AMOUNT [BELOW]")] = ()
     wipe: bool = False  # forget at every episode: shows what in-context learning is worth
     fresh_episodes: int | None = None  # for an agent that adapts: played for each update; 0: those that count
     updates: int | None = None  # for an agent that adapts: the most updates in a trial
@@ -66,7 +69,7 @@ def evaluate(args: list[str]) -> None:
         )  # fmt: skip
         results[name], meta = result, result.meta
         guard = f", guard {meta['guard']}" if "guard" in meta else ""
-        kept = f", reserve {meta['reserve']:g}" if "reserve" in meta else ""
+        kept = f", {reserve_words(meta['reserve'])}" if "reserve" in meta else ""
         print(f"{name}: actions {meta['actions']}, context {meta['context']}{guard}{kept}, {meta['seconds']:.1f} s")
         if "adaptation" in meta:
             print(_spending(meta["adaptation"]))
@@ -127,11 +130,11 @@ def _contenders(asked: Evaluate) -> dict[str, Any]:
         return released_seeds(
             asked.policy, env_args=parameters,
             temperature=asked.temperature, greedy=asked.greedy, wipe=asked.wipe, risk=asked.risk, guard=asked.guard,
-            reserve=asked.reserve,
+            reserve=asked.reserve or None,
         )  # fmt: skip
     if asked.risk is not None or not asked.guard:
         raise UserError(f"the {asked.agent} agent has no guard: leave out --risk and --no-guard")
-    if asked.reserve is not None:
+    if asked.reserve:
         raise UserError(f"the {asked.agent} agent keeps no reserve: leave out --reserve")
     if asked.greedy or asked.temperature is not None:
         raise UserError(f"the {asked.agent} agent has no temperature: leave out --greedy and --temperature")

@@ -33,7 +33,8 @@ class Export:
     description: str | None = None  # a sentence about the policy, for the card
     temperature: float | None = None  # of its actions; what its card says by default
     risk: float | None = None  # that its guard tolerates; what its card says by default
-    reserve: float | None = None  # of the budget, see safeicrl evaluate; what its card says by default
+    # of the budget, see safeicrl evaluate; what its card says by default
+    reserve: Annotated[tuple[float, ...], tyro.conf.arg(metavar="AMOUNT [BELOW]")] = ()
     env_args: tuple[str, ...] = ()  # parameters of its environment to change, e.g. engine=auto
     # a limit of the policy, to add to those on its card; may be repeated
     limit: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -56,8 +57,8 @@ def export(args: list[str]) -> None:
         )
     options: dict[str, Any] = {
         "seed": asked.seed, "average": asked.average, "name": asked.name, "description": asked.description,
-        "temperature": asked.temperature, "risk": asked.risk, "reserve": asked.reserve, "limits": asked.limit,
-        "evaluation": asked.evaluation,
+        "temperature": asked.temperature, "risk": asked.risk, "reserve": asked.reserve or None,
+        "limits": asked.limit, "evaluation": asked.evaluation,
         "env_args": parse_parameters(asked.env_args, "--env-args"), "overwrite": asked.overwrite,
     }  # fmt: skip
     if asked.hub is not None:

@@ -108,7 +108,7 @@ def list_names(args: list[str]) -> None:
     """Environments, policies, agents, algorithms and presets by name."""
     from safeicrl.algos.registry import ALGOS
     from safeicrl.envs.registry import WORLDS
-    from safeicrl.policies.catalogue import policy_names
+    from safeicrl.policies.catalogue import penalty_names, policy_names
     from safeicrl.policies.contenders import DESCRIPTIONS
     from safeicrl.recipes.presets import PRESETS
 
@@ -116,7 +116,8 @@ def list_names(args: list[str]) -> None:
     load_entry_points()
     for kind, named in {
         "environments": {name: world.summary or first_line(world.load()) for name, world in WORLDS.items()},
-        "policies": {name: "pretrained, ships with the library" for name in policy_names()},
+        "policies": {name: "pretrained, ships with the library" for name in policy_names()}
+        | {alias: f"{name}: by the penalty alone, as in the paper" for alias, name in penalty_names().items()},
         "agents": DESCRIPTIONS,
         "algorithms": {name: entry.summary for name, entry in ALGOS.items()},
         "presets (safeicrl train --preset NAME)": {name: found.summary for name, found in PRESETS.items()},

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from safeicrl.budgets import check_reserve
 from safeicrl.envs.api import PyTree
 from safeicrl.errors import UserError, check_number, check_risk
 from safeicrl.evaluation.archive import save_results
@@ -91,9 +92,10 @@ def read_card(path: Path) -> dict[str, Any]:
             raise UserError(f"{file}: {field!r} must be {words}, got {card[field]!r:.60}")
     if "risk" in card:
         check_risk(card["risk"])
-    for number in ("temperature", "reserve"):
-        if number in card:
-            check_number(f"{file}: {number!r}", card[number], 0.0)
+    if "temperature" in card:
+        check_number(f"{file}: 'temperature'", card["temperature"], 0.0)
+    if "reserve" in card:
+        check_reserve(f"{file}: 'reserve'", card["reserve"])
     return card
 
 

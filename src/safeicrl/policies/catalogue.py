@@ -13,6 +13,7 @@ from safeicrl.agents.api import Agent
 from safeicrl.agents.decision import DecisionAgent
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.agents.mlp import MlpAgent
+from safeicrl.budgets import check_reserve
 from safeicrl.config import from_plain
 from safeicrl.envs.api import Env, EnvSpec
 from safeicrl.envs.registry import env_from_plain
@@ -34,6 +35,18 @@ SEED = re.compile(r"(?:best|policy)-seed(\d+)")  # how a run names the policy of
 def policy_names() -> list[str]:
     """The policies that ship with the library."""
     return sorted(path.stem for path in PRETRAINED.glob("*.safetensors"))
+
+
+def penalty_names() -> dict[str, str]:
+    """NAME-penalty → NAME, of each policy that ships and learned by the penalty alone, as the paper has it.
+
+    So the paper's method has a name of its own in every world, beside the policies that learned with a guard.
+    """
+    return {
+        f"{name}-penalty": name
+        for name in policy_names()
+        if read_card(PRETRAINED / f"{name}.safetensors").get("risk") is None
+    }
 
 
 def run_policies(folder: Path) -> dict[int, Path]:
@@ -64,6 +77,7 @@ def find_policy(name_or_path: str | Path) -> Path:
     if not isinstance(name_or_path, str | os.PathLike) or not str(name_or_path):
         raise UserError(f"a policy is the name of one that ships, or a path, got {name_or_path!r}")
     text, path = str(name_or_path), Path(name_or_path)
+    text = penalty_names().get(text, text) if text.endswith("-penalty") else text
     if text in policy_names():
         return PRETRAINED / f"{text}.safetensors"
     if path.is_dir():
@@ -99,7 +113,7 @@ def _net(card: dict[str, Any], env: Env) -> Agent:
     return InContextAgent(
         net=net,
         risk=card.get("risk"),
-        reserve=card.get("reserve", 0.0),
+        reserve=check_reserve("reserve", card.get("reserve", 0.0)),
         trained_episodes=trained_episodes(card, env.spec),
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from safeicrl.agents.api import Agent, WipedAgent, adapts, with_options
 from safeicrl.agents.reference import ExplorerAgent, PlannerAgent, RandomAgent
-from safeicrl.budgets import Ranges, ranges_of
+from safeicrl.budgets import Ranges, Reserve, ranges_of
 from safeicrl.envs.api import Env
 from safeicrl.envs.dark_room import SafeDarkRoom
 from safeicrl.envs.wrappers import Wrapped
@@ -93,7 +93,7 @@ def released(
     wipe: bool = False,
     risk: float | None = None,
     guard: bool = True,
-    reserve: float | None = None,
+    reserve: Reserve | None = None,
 ) -> Contender:
     """A released policy, on its own environment or on one with other parameters (`env_args`)."""
     policy = load_policy(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from safeicrl.agents.api import Agent, with_options
+from safeicrl.budgets import Reserve, check_reserve
 from safeicrl.envs.api import Env
 from safeicrl.envs.registry import env_from_plain, env_to_plain
 from safeicrl.errors import UserError
@@ -45,7 +46,7 @@ def export_policy(
     description: str | None = None,
     temperature: float | None = None,
     risk: float | None = None,
-    reserve: float | None = None,
+    reserve: Reserve | None = None,
     env_args: dict[str, Any] | None = None,
     limits: Sequence[str] = (),
     evaluation: str | Path | None = None,
@@ -67,6 +68,7 @@ def export_policy(
     env = changed_env(card, env_args or {})
     if env != own:
         _move(card, own, env)
+    reserve = None if reserve is None else check_reserve("reserve", reserve)
     given = {
         "name": name, "description": description, "temperature": temperature, "risk": risk, "reserve": reserve,
     }  # fmt: skip

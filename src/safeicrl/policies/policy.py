@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from safeicrl.agents.api import Agent, has_guard, lasting, with_options
+from safeicrl.budgets import Reserve
 from safeicrl.envs.api import Env
 from safeicrl.errors import (
     MOST_ROWS,
@@ -65,7 +66,7 @@ def load_policy(
     greedy: bool = False,
     risk: float | None = None,
     guard: bool = True,
-    reserve: float | None = None,
+    reserve: Reserve | None = None,
     settle: bool = True,
 ) -> "Policy":
     """A released policy, by its name or the path of its files. For a run folder: the best one of its lowest seed.
@@ -73,7 +74,8 @@ def load_policy(
     Actions are sampled at the `temperature` given here or in its card; `greedy` takes the most probable ones.
     A guard works at the `risk` given here or in its card; `guard=False` switches it off.
     Once an episode has cost something, the network is told that less is left of its budget than there is, by the
-    `reserve` given here or in the card. The budget itself, the guard and the hard stop do not change.
+    `reserve` given here or in the card. With a reserve of (1, 3) it is told so from the first step on: 1 less of
+    budgets up to 2, less and less up to 3. The budget itself, the guard and the hard stop do not change.
     After the K episodes of its training its memory settles (docs/deploy.md). With `settle=False` it goes on, for a
     world that changes while it plays.
     """
