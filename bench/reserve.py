@@ -1,7 +1,7 @@
 """What a reserve is worth (agents/reserved.py): a policy's return and broken budgets, for several reserves.
 
 python bench/reserve.py safe-dark-point --reserves 0 8 20                 → results/lab/reserve/safe-dark-point.json
-python bench/reserve.py safe-velocity-ant --reserves 0 1,3 --greedy       1 of budgets below 3, from the start
+python bench/reserve.py safe-velocity-ant --reserves 0 1,2 --greedy       1 of budgets below 2, from the start
 
 By default on 200 validation tasks (seed 1000), at the temperature on the policy's card.
 """

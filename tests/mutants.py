@@ -127,9 +127,8 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
         "test_reserve.py::test_the_guard_judges_by_what_is_really_left",
     ),
     Mutant(
-        "a reserve of any budget", "agents/reserved.py", "jnp.clip(below - budget, 0.0, amount)",
-        "jnp.clip(below - left, 0.0, amount)",
-        "test_reserve.py::test_of_smaller_budgets_more_is_kept_but_never_more_than_asked_for",
+        "a reserve of larger budgets, once they have become small", "agents/reserved.py", "budget < below, amount",
+        "left < below, amount", "test_reserve.py::test_of_small_budgets_it_is_kept_from_the_first_step_on",
     ),
     # the guard's ledger
     Mutant(

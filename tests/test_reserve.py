@@ -13,7 +13,7 @@ from safeicrl import load_policy
 from safeicrl.agents.api import with_options
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.agents.reference import RandomAgent
-from safeicrl.agents.reserved import Reserved, kept, told_in_rows
+from safeicrl.agents.reserved import Reserved, told_in_rows
 from safeicrl.budgets import Reserve, reserve_words
 from safeicrl.cli import main
 from safeicrl.envs.api import replace
@@ -85,21 +85,12 @@ def test_it_is_kept_once_an_episode_has_cost_something(settles):
 
 
 def test_of_small_budgets_it_is_kept_from_the_first_step_on():
-    """Of a budget of 3, which is 0.5 below 3.5, that much."""
-    who, given = agent((1.0, BUDGET + 0.5)), tokens()
+    who, given = agent((0.5, BUDGET + 0.5)), tokens()
     told = [replace(token, ctg=token.ctg - 0.5) for token in given]
     np.testing.assert_allclose(features(who, given), features(agent(0.0), told), atol=1e-6)
     rows = jax.tree.map(lambda *x: jnp.stack(x, 1), *given)
     np.testing.assert_allclose(told_in_rows(rows, who.reserve)[0], [token.ctg[0] for token in told])
-    np.testing.assert_array_equal(features(agent((1.0, BUDGET)), given), features(agent(0.0), given))
-
-
-def test_of_smaller_budgets_more_is_kept_but_never_more_than_asked_for():
-    budgets = np.arange(0, 5, 0.25)
-    left = budgets - kept(budgets - 0.25, budgets, (1.0, 3.0))  # a step has cost something: no matter
-    np.testing.assert_allclose(left[budgets <= 2], budgets[budgets <= 2] - 1)
-    np.testing.assert_allclose(left[budgets >= 3], budgets[budgets >= 3])
-    assert (np.diff(left) > 0).all()
+    np.testing.assert_array_equal(features(agent((0.5, BUDGET)), given), features(agent(0.0), given))
 
 
 def test_the_guard_judges_by_what_is_really_left():

@@ -5,8 +5,8 @@ in something that goes on costing, and what the network makes of the rest of its
 less, it stops sooner. Until the first cost it is told the truth, so a small budget does not keep it from searching.
 
 Kept of small budgets, from an episode's first step on, for robots that meet their first cost only by going too far.
-Told of less, they go less far. The larger a budget, the less is gained by that: from some budget on the network is
-told the truth.
+Told of less, they go less far. Large budgets are hardly ever broken: from some budget on the network is told the
+truth.
 """
 
 import jax
@@ -41,12 +41,8 @@ def told_in_rows(token: Token, reserve: Reserve) -> jax.Array:
 
 
 def kept(left: jax.Array, budget: jax.Array, reserve: Reserve) -> jax.Array:
-    """The reserve, where `left` is left of an episode's `budget`.
-
-    Of small budgets it shrinks to nothing where these end, so that of two budgets the network is never told more of
-    the smaller one.
-    """
+    """The reserve, where `left` is left of an episode's `budget`."""
     if isinstance(reserve, tuple):
         amount, below = reserve
-        return jnp.clip(below - budget, 0.0, amount)
+        return jnp.where(budget < below, amount, 0.0)
     return jnp.where(left < budget, reserve, 0.0)

@@ -74,8 +74,8 @@ def load_policy(
     Actions are sampled at the `temperature` given here or in its card; `greedy` takes the most probable ones.
     A guard works at the `risk` given here or in its card; `guard=False` switches it off.
     Once an episode has cost something, the network is told that less is left of its budget than there is, by the
-    `reserve` given here or in the card. With a reserve of (1, 3) it is told so from the first step on: 1 less of
-    budgets up to 2, less and less up to 3. The budget itself, the guard and the hard stop do not change.
+    `reserve` given here or in the card. With a reserve of (1, 2) it is told so from the first step on: 1 less of
+    budgets below 2. The budget itself, the guard and the hard stop do not change.
     After the K episodes of its training its memory settles (docs/deploy.md). With `settle=False` it goes on, for a
     world that changes while it plays.
     """
