@@ -79,9 +79,9 @@ class Fit:
 
 
 @functools.cache
-def fit(env: Any, optimiser: str, batch: int = 16, hidden: int = 32) -> Fit:
+def fit(env: Any, optimiser: str, batch: int = 16, hidden: int = 32, **changes: Any) -> Fit:
     """`hidden` is the width of the critics of ddpg."""
-    settings = config(optimiser)
+    settings = config(optimiser, **changes)
     algorithm = Owing(env, dataclasses.replace(settings, ddpg=dataclasses.replace(settings.ddpg, batch=batch)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ddpg, "HIDDEN", hidden)
@@ -106,7 +106,7 @@ def fitted(optimiser: str) -> Fit:
 
     That ppo learns which arm to pull, exactly as often as two budgets allow, is in tests/test_costs.py.
     """
-    return fit(Throw(), "ppo") if optimiser == "ppo" else fit(Casino(), "ddpg")
+    return fit(Throw(), "ppo") if optimiser == "ppo" else fit(Casino(), "ddpg", iterations=45)
 
 
 # -- probes
@@ -114,8 +114,7 @@ def fitted(optimiser: str) -> Fit:
 
 def test_the_good_arm_is_found_in_context_and_pulled_exactly_as_often_as_the_budget_allows():
     """By ddpg; by ppo, which also keeps two budgets at once, in tests/test_costs.py."""
-    env = Casino()
-    run = fit(env, "ddpg")
+    env, run = Casino(), fitted("ddpg")
     found = evaluate(env, run.algorithm.agent(run.state), tasks=500, segments=1)
     assert found.over.mean() < 0.02
     budget = np.floor(found.budgets)
@@ -165,7 +164,7 @@ def test_a_run_reports_itself(optimiser):
 
 def test_the_multiplier_moves_with_the_violations_of_the_trials_just_played():
     """Whichever optimiser follows: λ moves before it."""
-    run = fit(Casino(), "ddpg")
+    run = fitted("ddpg")
     multiplier = run.history["lambda"]
     # at first the smallest budgets are broken by far: the bound on one step
     assert multiplier[0] == pytest.approx(PENALTY.step * PENALTY.bound)
@@ -471,7 +470,7 @@ def test_values_stay_when_their_unit_moves(rows, name):
 
 
 def test_exploration_fades_over_the_first_half():
-    run = fit(Casino(), "ddpg")
+    run = fitted("ddpg")
     epsilon = lambda progress: float(  # noqa: E731
         run.algorithm.optimiser.explorer(replace(run.state.optimiser, progress=jnp.float32(progress))).epsilon
     )
@@ -539,7 +538,7 @@ def test_the_multiplier_and_the_log_use_the_bins_of_the_report():
 
 def test_the_multiplier_may_follow_replay():
     """`replay` judges what is stored and what was just played; an empty replay adds nothing."""
-    run = fit(Casino(), "ddpg")
+    run = fitted("ddpg")
     fresh, state, penalty = run.algorithm, run.first, dataclasses.replace(PENALTY, source="replay")
     algorithm = Scared(Casino(), dataclasses.replace(fresh.config, penalty=penalty))
     hidden, budgets = jax.jit(algorithm.draw)(jax.random.key(1))

@@ -149,11 +149,16 @@ PUBLISHED_LOG = (
 
 # steps that a fitted guard looks ahead: as many as a trap is deep, or as the robot needs to slow down
 DEPTHS = {"dark-room": 3, "point": 8, "car": 6, "half-cheetah": 4, "ant": 4}
-RESERVES = {"point": 8, "car": 5}  # units of cost, see docs/guard.md
+# a reserve (docs/guard.md) in words, and how to ask for it
+RESERVES = {
+    "point": ("reserve 8", "--reserve 8"),
+    "car": ("reserve 5", "--reserve 5"),
+    "ant": ("reserve 1 of budgets below 2, greedy", "--greedy --reserve 1 2"),
+}
 
 
 def _guard(world: str) -> tuple[Need, ...]:
-    """The comparison: penalty only, a guard at test time only, a reserve (arenas), a guard in training (room)."""
+    """The comparison: penalty only, a guard at test time only, a reserve, a guard in training (room)."""
     _, folder, tasks, _ = WORLDS[world]
     evaluate = f"safeicrl evaluate {folder} --tasks {tasks} --out results/{folder}/policy"
     penalty = Need(label="penalty only", files=(f"{folder}/policy.npz",), command=evaluate)
@@ -163,12 +168,12 @@ def _guard(world: str) -> tuple[Need, ...]:
         files=(f"{folder}/fitted.npz",),
         command=f"{fit}\nsafeicrl evaluate runs/{folder}-fitted --tasks {tasks} --out results/{folder}/fitted",
     )
-    if reserve := RESERVES.get(world):
+    if world in RESERVES:
+        words, options = RESERVES[world]
         kept = Need(
-            label=f"reserve {reserve}",
+            label=words,
             files=(f"{folder}/reserve.npz",),
-            command=f"safeicrl evaluate {folder} --reserve {reserve} --tasks {tasks} "
-            f"--out results/{folder}/reserve",
+            command=f"safeicrl evaluate {folder} {options} --tasks {tasks} --out results/{folder}/reserve",
         )
         return penalty, fitted, kept
     if world != "dark-room":
