@@ -60,6 +60,7 @@ def main() -> None:
         "--ring", action="store_true", help="go on as in training, with a memory that never settles"
     )
     parser.add_argument("--greedy", action="store_true", help="the most probable actions, not sampled ones")
+    parser.add_argument("--reserve", type=float, nargs="*", help="AMOUNT [BELOW]; what its card says by default")
     parser.add_argument("--tasks", type=int, default=60)
     parser.add_argument("--rows", type=int, default=32, help="tasks at a time")
     parser.add_argument("--seed", type=int, default=0)
@@ -79,7 +80,8 @@ def main() -> None:
     if args.known is not None:
         agent = dataclasses.replace(agent, trained_episodes=args.known or None)
     temperature = None if args.greedy else card.get("temperature")
-    acting, how = with_options(env, agent, temperature=temperature, greedy=args.greedy)
+    reserve = tuple(args.reserve) if args.reserve else None
+    acting, how = with_options(env, agent, temperature=temperature, greedy=args.greedy, reserve=reserve)
     episodes = args.times * trained
     results = evaluate(
         env, acting, tasks=args.tasks, rows=args.rows, episodes=episodes, seed=args.seed, settle=not args.ring
@@ -100,7 +102,7 @@ def main() -> None:
     settings = {
         "policy": args.policy, "trained_episodes": trained, "known_episodes": agent.trained_episodes,
         "context_steps": context, "settles": not args.ring, "actions": how["actions"], "tasks": args.tasks,
-        "rows": args.rows, "seed": args.seed,
+        "rows": args.rows, "seed": args.seed, **({"reserve": how["reserve"]} if "reserve" in how else {}),
     }  # fmt: skip
     curves = {
         "returns": results.returns.mean(axis=0).round(4).tolist(),
