@@ -114,10 +114,10 @@ def list_names(args: list[str]) -> None:
 
     parse("list", List, args)
     load_entry_points()
+    also = {name: f"; as in the paper, without a guard: {alias}" for alias, name in penalty_names().items()}
     for kind, named in {
         "environments": {name: world.summary or first_line(world.load()) for name, world in WORLDS.items()},
-        "policies": {name: "pretrained, ships with the library" for name in policy_names()}
-        | {alias: f"{name}: by the penalty alone, as in the paper" for alias, name in penalty_names().items()},
+        "policies": {name: f"pretrained, ships with the library{also.get(name, '')}" for name in policy_names()},
         "agents": DESCRIPTIONS,
         "algorithms": {name: entry.summary for name, entry in ALGOS.items()},
         "presets (safeicrl train --preset NAME)": {name: found.summary for name, found in PRESETS.items()},
