@@ -61,6 +61,7 @@ def main() -> None:
     )
     parser.add_argument("--greedy", action="store_true", help="the most probable actions, not sampled ones")
     parser.add_argument("--reserve", type=float, nargs="*", help="AMOUNT [BELOW]; what its card says by default")
+    parser.add_argument("--settle-after", type=int, help="episodes; what its card says by default")
     parser.add_argument("--tasks", type=int, default=60)
     parser.add_argument("--rows", type=int, default=32, help="tasks at a time")
     parser.add_argument("--seed", type=int, default=0)
@@ -81,15 +82,18 @@ def main() -> None:
         agent = dataclasses.replace(agent, trained_episodes=args.known or None)
     temperature = None if args.greedy else card.get("temperature")
     reserve = tuple(args.reserve) if args.reserve else None
-    acting, how = with_options(env, agent, temperature=temperature, greedy=args.greedy, reserve=reserve)
+    acting, how = with_options(
+        env, agent, temperature=temperature, greedy=args.greedy, reserve=reserve, settle_after=args.settle_after
+    )
     episodes = args.times * trained
     results = evaluate(
         env, acting, tasks=args.tasks, rows=args.rows, episodes=episodes, seed=args.seed, settle=not args.ring
     )
 
     found = blocks(results, args.block or trained)
-    # a settled memory does not grow after K episodes, but for the few that are kept
-    closes = closing(results.lengths if args.ring else results.lengths[:, :trained], context)
+    # a settled memory grows no more, but for the few episodes that are kept
+    grows = episodes if args.ring else how.get("settle_after", trained)
+    closes = closing(results.lengths[:, :grows], context)
     table = Table(title=f"{args.policy}, trained on {trained} episodes, {args.tasks} unseen tasks")
     for name in ("episodes", "return", "cost", "over budget"):
         table.add_column(name, justify="right")
@@ -102,7 +106,8 @@ def main() -> None:
     settings = {
         "policy": args.policy, "trained_episodes": trained, "known_episodes": agent.trained_episodes,
         "context_steps": context, "settles": not args.ring, "actions": how["actions"], "tasks": args.tasks,
-        "rows": args.rows, "seed": args.seed, **({"reserve": how["reserve"]} if "reserve" in how else {}),
+        "rows": args.rows, "seed": args.seed,
+        **{option: how[option] for option in ("reserve", "settle_after") if option in how},
     }  # fmt: skip
     curves = {
         "returns": results.returns.mean(axis=0).round(4).tolist(),

@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("policy", help="a pretrained policy's name, a file, or a run's folder")
     parser.add_argument("--reserves", type=numbers, nargs="+", default=[(0.0,)])
     parser.add_argument("--greedy", action="store_true")
+    parser.add_argument("--settle-after", type=int)
     parser.add_argument("--budgets", type=float, nargs=2, help="range; the environment's test range by default")
     parser.add_argument("--edges", type=float, nargs="+", default=[0, 1, 2, 3, 4, 5, 10, 15, 20, 30, 40, 51])
     parser.add_argument("--tasks", type=int, default=200)
@@ -68,7 +69,7 @@ def main() -> None:
     args = parser.parse_args()
     about, found, table = provenance(), [], Table("reserve", "return", "last five", "over", "trials ever over")
     for reserve in args.reserves:
-        who = released(args.policy, reserve=reserve, greedy=args.greedy)
+        who = released(args.policy, reserve=reserve, greedy=args.greedy, settle_after=args.settle_after)
         results = who.evaluate(
             budgets=args.budgets and tuple(args.budgets), tasks=args.tasks, split=args.split, seed=args.seed
         )
@@ -81,7 +82,7 @@ def main() -> None:
         )  # fmt: skip
     Console().print(table)
     settings = {"policy": args.policy, "tasks": args.tasks, "split": args.split, "seed": args.seed}
-    settings["actions"] = who.meta["actions"]
+    settings |= {name: who.meta[name] for name in ("actions", "settle_after") if name in who.meta}
     out = args.out or Path(f"results/lab/reserve/{Path(args.policy).stem}.json")
     write_json(out, {**about, **settings, "env": who.meta["card"]["env"], "found": found})
 

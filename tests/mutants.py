@@ -112,6 +112,10 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
         "a memory without room for what it keeps", "agents/in_context.py", "SPARE * trunk.spec.max_steps if",
         "0 if", "test_settled.py::test_kept_episodes_find_room_beside_those_of_training",
     ),
+    Mutant(
+        "a memory that settles after K episodes only", "agents/in_context.py", "if self.settles and self.settle_after",
+        "if False", "test_settled.py::test_a_memory_may_settle_before_k",
+    ),
     # a reserve
     Mutant(
         "a reserve before the first cost", "agents/reserved.py", "left < budget", "left <= budget",

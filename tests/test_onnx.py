@@ -31,14 +31,19 @@ PUSH = Push(max_steps=4, episodes=3)
 ROWS = 3
 
 
-def policy(env, *, temperature=0.0, risk=None, trained=4, settle=True, **net) -> Policy:
+OPTIONS = ("risk", "reserve", "settle_after")
+
+
+def policy(env, *, temperature=0.0, trained=4, settle=True, **settings) -> Policy:
+    options = {name: value for name, value in settings.items() if name in OPTIONS}
+    net = {name: value for name, value in settings.items() if name not in OPTIONS}
     config = NetConfig(width=8, layers=2, heads=2, context=9, dtype="float32", **net)
     weights = random_weights(PolicyNet, config, env.spec, scale=2.0)
     # biases around zero: else one action would always win
     centred = lambda path, x: x - 1 if path[-1].name in ("bias", "offset") else x  # noqa: E731
     arrays, static = eqx.partition(weights, eqx.is_array)
     weights = eqx.combine(jax.tree_util.tree_map_with_path(centred, arrays), static)
-    agent = InContextAgent(net=weights, risk=risk, temperature=temperature, trained_episodes=trained)
+    agent = InContextAgent(net=weights, temperature=temperature, trained_episodes=trained, **options)
     return Policy(env=env, agent=agent, card={"kind": "net", "env": env_to_plain(env)}, settle=settle)
 
 
@@ -60,6 +65,8 @@ KINDS = {
     ),
     "a ledger, the guard off": (ROOM, {"guard": 2, "guard_ledger": 3, "shared_ledger": True}),
     "one episode, saturated": (ROOM, {"trained": 1, "saturate": 1}),
+    "a reserve, settled early": (ROOM, {"reserve": 0.7, "settle_after": 2}),
+    "a reserve of small budgets": (PUSH, {"levels": 5, "reserve": (0.8, 1.7)}),
     "levels": (PUSH, {"levels": 5}),
     "gaussian": (PUSH, {}),
 }
@@ -90,6 +97,9 @@ def test_the_runner_acts_as_the_policy_through_whole_trials(tmp_path, kind):
     assert len(np.unique(np.round(actions, 3))) > 2
     assert stepped_in > 0 or "risk" not in settings
     memory = ours._trial.memory
+    if "reserve" in settings:
+        np.testing.assert_array_equal(theirs.cache["budget"], memory.budget)
+        memory = memory.memory
     for name in ("best", "worst", "earned", "left"):
         np.testing.assert_allclose(theirs.cache[name], getattr(memory, name), rtol=1e-5)
     np.testing.assert_array_equal(theirs.cache["marked_clock"], memory.clock)

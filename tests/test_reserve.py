@@ -27,7 +27,6 @@ from safeicrl.optimisers.guard_fit import GuardFitConfig
 from safeicrl.policies import running
 from safeicrl.policies.cards import save_policy
 from safeicrl.policies.contenders import released
-from safeicrl.policies.onnx import export_onnx
 from safeicrl.policies.policy import Policy
 from safeicrl.tokens import Token
 
@@ -131,7 +130,7 @@ def test_a_trial_with_a_reserve_goes_on_after_a_restart(tmp_path):
     acted(policies[0], range(4))  # a cost has been told
     policies[0].save_context(tmp_path / "trial")
     policies[1].load_context(tmp_path / "trial")
-    with pytest.raises(UserError, match=r"saved by another policy, .*, or with another `settle` or `reserve`"):
+    with pytest.raises(UserError, match=r"saved by another policy, .* or with another `settle`, `.*` or `reserve`"):
         policies[2].load_context(tmp_path / "trial")
     assert acted(policies[0], range(4, STEPS)) == acted(policies[1], range(4, STEPS))
 
@@ -155,8 +154,6 @@ def test_cards_options_and_results_say_it(tmp_path, capsys):
     assert (other.agent.reserve, other.card["reserve"]) == ((1.0, 3.0), [1.0, 3.0])
     assert released("safe-dark-room", reserve=(2, 4)).meta["reserve"] == [2.0, 4.0]
     assert reserve_words([2.0, 4.0]) == "reserve 2 of budgets below 4"
-    with pytest.raises(UserError, match="a reserve has no ONNX graph: load the policy with reserve=0"):
-        export_onnx(policy, tmp_path / "graph")
 
 
 @pytest.mark.parametrize("reserve", [-1, float("nan"), "much", [], [1, -3], [1, 2, 3]])

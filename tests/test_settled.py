@@ -8,13 +8,19 @@ import numpy as np
 import pytest
 from networks import ROOM, random_weights
 
-from safeicrl.agents.api import lasting
+from safeicrl.agents.api import lasting, with_options
 from safeicrl.agents.in_context import InContextAgent
+from safeicrl.agents.reference import RandomAgent
 from safeicrl.agents.settled import SPARE
+from safeicrl.cli import main
 from safeicrl.errors import UserError
+from safeicrl.evaluation.archive import load_results
 from safeicrl.evaluation.evaluate import evaluate
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
+from safeicrl.policies.cards import save_policy
+from safeicrl.policies.export import export_policy
+from safeicrl.policies.policy import load_policy
 from safeicrl.tokens import first_token, next_token
 
 K, STEPS = 3, ROOM.spec.max_steps
@@ -142,6 +148,16 @@ def test_kept_episodes_find_room_beside_those_of_training(context):
     assert agent(context, settles=False).spare == 0
 
 
+def test_a_memory_may_settle_before_k():
+    early, late = (Trial(dataclasses.replace(agent(), trained_episodes=K + 2, settle_after=n)) for n in (K, None))
+    known = Trial(agent())
+    for number in range(2 * K):
+        found = [trial.episode(path(number), number == 1) for trial in (early, known, late)]
+        np.testing.assert_array_equal(found[0], found[1])
+    assert not np.allclose(found[2], found[0], atol=1e-2)
+    assert early.agent.spare == late.agent.spare  # there is as much room, so more episodes can be kept
+
+
 def test_luck_in_a_noisy_world_is_not_kept():
     trial = Trial(agent())
     trial.step([[0, 0], [1, 1]])
@@ -182,5 +198,46 @@ def test_evaluations_settle_past_k_only(monkeypatch):
     assert [each.meta.get("settles") for each in (short, long, off)] == [None, True, False]
     for later in (long, off):
         np.testing.assert_array_equal(later.returns[:, :K], short.returns)
+    early = dataclasses.replace(plain, settle_after=K - 1)
+    assert evaluate(ROOM, early, tasks=2, episodes=K, segments=1).meta["settles"]
     assert lasting(plain).settles
     assert lasting(dataclasses.replace(plain, trained_episodes=None)).settles is False
+
+
+def test_cards_options_and_results_say_when_it_settles(tmp_path, capsys):
+    mine, results = tmp_path / "mine", tmp_path / "results"
+    assert main(["export", "safe-dark-room", "--out", str(mine), "--settle-after", "2"]) == 0
+    policy = load_policy(mine)
+    assert (policy.agent.settle_after, policy.agent.last, policy.card["settle_after"]) == (2, 1, 2)
+    assert load_policy(mine, settle_after=4).card["settle_after"] == 4
+    assert load_policy(mine, settle=False).agent.last == policy.episodes - 1
+    assert "settle_after" not in load_policy("safe-dark-room").card
+    small = ["--tasks", "1", "--episodes", "3", "--budgets", "2", "2"]
+    assert main(["evaluate", str(mine), *small, "--out", str(results)]) == 0
+    assert "settles after 2 episodes" in capsys.readouterr().out
+    meta = load_results(results).meta
+    assert (meta["settle_after"], meta["settles"]) == (2, True)
+    policy.start(budget=2)
+    policy.save_context(tmp_path / "trial")
+    with pytest.raises(UserError, match="or with another `settle`, `settle_after` or `reserve`"):
+        load_policy(mine, settle_after=4).load_context(tmp_path / "trial")
+
+
+@pytest.mark.parametrize("after", [0, 51, 2.5, True])
+def test_when_a_memory_cannot_settle(after, tmp_path):
+    for use in (load_policy, lambda name, **given: export_policy(name, tmp_path / "other", **given)):
+        with pytest.raises(UserError, match="settle_after must be a"):
+            use("safe-dark-room", settle_after=after)
+    policy = load_policy("safe-dark-room")
+    save_policy(tmp_path / "bad.safetensors", policy.agent, {**policy.card, "settle_after": after})
+    with pytest.raises(UserError, match="the card's settle_after must be a"):
+        load_policy(tmp_path / "bad")
+
+
+def test_whose_memory_never_settles(capsys):
+    with pytest.raises(UserError, match="the memory of RandomAgent never settles: leave out settle_after 2"):
+        with_options(ROOM, RandomAgent(action=ROOM.spec.action), settle_after=2)
+    with pytest.raises(UserError, match="settle=False contradicts settle_after 2; give one of them"):
+        load_policy("safe-dark-room", settle=False, settle_after=2)
+    assert main(["evaluate", "--agent", "random", "--settle-after", "2"]) == 2
+    assert "the memory of the random agent never settles: leave out --settle-after" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from safeicrl.budgets import Reserve, check_reserve
 from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, replace
-from safeicrl.errors import UserError, check_flag, check_number, check_risk
+from safeicrl.errors import UserError, check_flag, check_integer, check_number, check_risk
 from safeicrl.tokens import Token, first_token
 
 
@@ -98,11 +98,13 @@ def with_options(
     risk: float | None = None,
     guard: bool = True,
     reserve: Reserve | None = None,
+    settle_after: int | None = None,
 ) -> tuple[Agent, dict[str, Any]]:
     """The agent with actions sampled at a temperature or greedy, its context kept or wiped, its guard set or off.
 
-    `reserve` is how much of a budget its network is not told of (reserved.py). Also returns all of it for labels:
-    {"actions": ..., "context": ...} in words, with "guard" if it has one, and with "reserve" if that is not 0.
+    `reserve` is how much of a budget its network is not told of (reserved.py), `settle_after` the episodes after
+    which its memory settles (settled.py). Also returns all of it for labels: {"actions": ..., "context": ...} in
+    words, with "guard" if it has one, "reserve" if that is not 0, and "settle_after" if it was chosen.
     """
     greedy, wipe = check_flag("greedy", greedy), check_flag("wipe", wipe)
     agent, guarded = _with_guard(agent, risk, check_flag("guard", guard))
@@ -122,6 +124,10 @@ def with_options(
         agent = dataclasses.replace(agent, reserve=check_reserve("reserve", reserve))  # type: ignore[type-var]
     kept = getattr(agent, "reserve", 0.0)
     told = {"reserve": list(kept) if isinstance(kept, tuple) else kept} if kept else {}
+    if settle_after is not None:
+        agent = _settling(agent, settle_after)
+    if (after := getattr(agent, "settle_after", None)) is not None:
+        told["settle_after"] = after
     actions = "as the agent decides"
     if has:
         used = float(agent.temperature)  # type: ignore[attr-defined]
@@ -140,6 +146,15 @@ def lasting(agent: Agent, on: bool = True) -> Agent:
     if getattr(agent, "trained_episodes", None) is None:
         return agent
     return dataclasses.replace(agent, settles=settles)  # type: ignore[type-var]
+
+
+def _settling(agent: Agent, after: int) -> Agent:
+    """The agent with a memory that settles after so many episodes."""
+    known = getattr(agent, "trained_episodes", None)
+    if known is None:
+        raise UserError(f"the memory of {type(agent).__name__} never settles: leave out settle_after {after}")
+    after = check_integer("settle_after", after, 1, known)
+    return dataclasses.replace(agent, settle_after=after)  # type: ignore[type-var]
 
 
 def has_guard(agent: Agent) -> bool:

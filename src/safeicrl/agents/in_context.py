@@ -26,7 +26,8 @@ class InContextAgent(eqx.Module):
     temperature: float = eqx.field(static=True, default=1.0)  # 0: greedy
     reserve: Reserve = eqx.field(static=True, default=0.0)  # of the budget, see reserved.py
     trained_episodes: int | None = eqx.field(static=True, default=None)  # K; None: no limit, see `read`
-    settles: bool = eqx.field(static=True, default=False)  # after K episodes, see settled.py
+    settles: bool = eqx.field(static=True, default=False)  # its memory lasts, see settled.py
+    settle_after: int | None = eqx.field(static=True, default=None)  # if it does, after so many episodes; None: K
     bold: tuple[float, float] | None = eqx.field(static=True, default=None)  # in training: see `bold_rows`
 
     def init(self, tasks: PyTree, rows: int) -> Memory:
@@ -43,6 +44,13 @@ class InContextAgent(eqx.Module):
         if isinstance(memory, Settled):
             return replace(memory, cache=self.net.trunk.extend_cache(memory.cache, steps, self.spare))
         return self.net.trunk.extend_cache(memory, steps)
+
+    @property
+    def last(self) -> int | None:
+        """Index of the last episode that adds to its memory; None: every one does."""
+        if self.trained_episodes is None:
+            return None
+        return (self.settle_after if self.settles and self.settle_after else self.trained_episodes) - 1
 
     @property
     def spare(self) -> int:
@@ -84,7 +92,7 @@ class InContextAgent(eqx.Module):
         """What the policy's head reads of the newest token of each row, and what its guard reads.
 
         The network knows the indices of `trained_episodes` episodes, and goes wrong on larger ones. Every later
-        episode has the last index that it knows, so a trial can go on for as long as the user likes.
+        episode has the index of the `last` one, so a trial can go on for as long as the user likes.
         """
         if isinstance(memory, Reserved):
             budget, left = told(memory, token, self.reserve)
@@ -94,14 +102,14 @@ class InContextAgent(eqx.Module):
 
     def _read(self, memory: Cache | Settled, token: Token, known: Token) -> tuple[Memory, jax.Array, jax.Array]:
         """The same; the network reads `known` in place of the token."""
-        if self.trained_episodes is not None:
-            known = replace(known, episode=jnp.minimum(token.episode, self.trained_episodes - 1))
+        if self.last is not None:
+            known = replace(known, episode=jnp.minimum(token.episode, self.last))
         trunk = self.net.trunk
         # not `known.first`: after single episodes of training, every start would count as a new trial
         if not isinstance(memory, Settled):
             return self.net.step(memory, known, token.first)
-        assert self.trained_episodes is not None
-        memory = take_back(memory, token, last=self.trained_episodes - 1, max_steps=trunk.spec.max_steps)
+        assert self.last is not None
+        memory = take_back(memory, token, last=self.last, max_steps=trunk.spec.max_steps)
         cache, seen, watched = self.net.step(memory.cache, known, token.first)
         return replace(memory, cache=cache), seen, watched
 

@@ -1,4 +1,4 @@
-"""How an agent's memory lasts: after the K episodes of training, episodes no longer add to it.
+"""How an agent's memory lasts: after the K episodes of training, or fewer, episodes no longer add to it.
 
 In training the K-th episode is the last: the agent acts on a memory of K − 1 episodes and of the present one.
 Played on, its memory would grow past anything that it was trained on, then the oldest tokens would be overwritten,
@@ -51,7 +51,7 @@ def settled(cache: Cache, cost_shape: tuple[int, ...]) -> Settled:
 
 
 def take_back(memory: Settled, token: Token, *, last: int, max_steps: int) -> Settled:
-    """The memory before it reads `token`, which may begin an episode; `last`: index of training's last episode."""
+    """The memory before it reads `token`, which may begin an episode; `last`: index of the K-th episode."""
     cache, slots = memory.cache, memory.cache.keys[0].shape[-1]
     # What the token says of the last step belongs to the episode that has ended.
     earned = jnp.clip(memory.earned + token.reward, -NEVER, NEVER)

@@ -37,6 +37,8 @@ class Evaluate:
     # how much less than the truth the policy is told of its budget, once an episode has cost something; with BELOW
     # from the first step on, of budgets below that; what its card says by default
     reserve: Annotated[tuple[float, ...], tyro.conf.arg(metavar="AMOUNT [BELOW]")] = ()
+    # episodes after which its memory settles; those of training, or what its card says by default
+    settle_after: int | None = None
     wipe: bool = False  # forget at every episode: shows what in-context learning is worth
     fresh_episodes: int | None = None  # for an agent that adapts: played for each update; 0: those that count
     updates: int | None = None  # for an agent that adapts: the most updates in a trial
@@ -70,6 +72,7 @@ def evaluate(args: list[str]) -> None:
         results[name], meta = result, result.meta
         guard = f", guard {meta['guard']}" if "guard" in meta else ""
         kept = f", {reserve_words(meta['reserve'])}" if "reserve" in meta else ""
+        kept += f", settles after {meta['settle_after']} episodes" if "settle_after" in meta else ""
         print(f"{name}: actions {meta['actions']}, context {meta['context']}{guard}{kept}, {meta['seconds']:.1f} s")
         if "adaptation" in meta:
             print(_spending(meta["adaptation"]))
@@ -130,12 +133,14 @@ def _contenders(asked: Evaluate) -> dict[str, Any]:
         return released_seeds(
             asked.policy, env_args=parameters,
             temperature=asked.temperature, greedy=asked.greedy, wipe=asked.wipe, risk=asked.risk, guard=asked.guard,
-            reserve=asked.reserve or None,
+            reserve=asked.reserve or None, settle_after=asked.settle_after,
         )  # fmt: skip
     if asked.risk is not None or not asked.guard:
         raise UserError(f"the {asked.agent} agent has no guard: leave out --risk and --no-guard")
     if asked.reserve:
         raise UserError(f"the {asked.agent} agent keeps no reserve: leave out --reserve")
+    if asked.settle_after is not None:
+        raise UserError(f"the memory of the {asked.agent} agent never settles: leave out --settle-after")
     if asked.greedy or asked.temperature is not None:
         raise UserError(f"the {asked.agent} agent has no temperature: leave out --greedy and --temperature")
     name, env = str(asked.agent), env_from_plain(asked.env or "safe-dark-room", parameters)

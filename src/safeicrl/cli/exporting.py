@@ -35,6 +35,8 @@ class Export:
     risk: float | None = None  # that its guard tolerates; what its card says by default
     # of the budget, see safeicrl evaluate; what its card says by default
     reserve: Annotated[tuple[float, ...], tyro.conf.arg(metavar="AMOUNT [BELOW]")] = ()
+    # episodes after which its memory settles; what its card says by default
+    settle_after: int | None = None
     env_args: tuple[str, ...] = ()  # parameters of its environment to change, e.g. engine=auto
     # a limit of the policy, to add to those on its card; may be repeated
     limit: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -58,7 +60,7 @@ def export(args: list[str]) -> None:
     options: dict[str, Any] = {
         "seed": asked.seed, "average": asked.average, "name": asked.name, "description": asked.description,
         "temperature": asked.temperature, "risk": asked.risk, "reserve": asked.reserve or None,
-        "limits": asked.limit, "evaluation": asked.evaluation,
+        "settle_after": asked.settle_after, "limits": asked.limit, "evaluation": asked.evaluation,
         "env_args": parse_parameters(asked.env_args, "--env-args"), "overwrite": asked.overwrite,
     }  # fmt: skip
     if asked.hub is not None:

@@ -74,8 +74,8 @@ def evaluate(
     these chunks share one compilation, and each ends with its longest trial. `segments` is that of `run_trials`,
     for agents whose memory grows; a short trial has fewer.
 
-    Past the K episodes of its training an agent's memory settles (agents/settled.py); `settle=False` lets it go on
-    as in training, for comparison.
+    Past the K episodes of its training, or its own `settle_after`, an agent's memory settles (agents/settled.py);
+    `settle=False` lets it go on as in training, for comparison.
 
     The trials that run at a time are divided among `devices`: a number of local ones (all by default), or a mesh
     (devices.py). The results do not depend on it, but for rounding.
@@ -93,8 +93,9 @@ def evaluate(
     begin = time.perf_counter()
 
     sampled = _draw_tasks(env, frozen, tasks, split, seed)
-    # within K episodes nothing is taken back, and a shared clock is faster
-    past = episodes > (getattr(agent, "trained_episodes", None) or episodes)
+    # before it settles nothing is taken back, and a shared clock is faster
+    known = getattr(agent, "settle_after", None) or getattr(agent, "trained_episodes", None)
+    past = episodes > (known or episodes)
     agent = lasting(agent, check_flag("settle", settle) and past)
     whole, spent, stepped_in = _play_all(
         env, agent, sampled, budget, seed, tasks=tasks, episodes=episodes, rows=rows, segments=segments, mesh=mesh

@@ -110,11 +110,13 @@ def trained_episodes(card: dict[str, Any], spec: EnvSpec) -> int:
 
 def _net(card: dict[str, Any], env: Env) -> Agent:
     net = PolicyNet(from_plain(NetConfig, card["net"], "net"), env.spec, jax.random.key(0))
+    known, after = trained_episodes(card, env.spec), card.get("settle_after")
     return InContextAgent(
         net=net,
         risk=card.get("risk"),
         reserve=check_reserve("reserve", card.get("reserve", 0.0)),
-        trained_episodes=trained_episodes(card, env.spec),
+        trained_episodes=known,
+        settle_after=None if after is None else check_integer("the card's settle_after", after, 1, known),
     )
 
 

@@ -65,7 +65,8 @@ def load(
         raise UserError(f"{path} is damaged and cannot be read as a context") from None
     if meta["policy"] != policy:
         raise UserError(
-            f"{path} was saved by another policy, for another environment, or with another `settle` or `reserve`"
+            f"{path} was saved by another policy, for another environment, "
+            "or with another `settle`, `settle_after` or `reserve`"
         )
     arrays, _ = checkpoint.load(path, like(meta["rows"], meta["has"]), kind="context")
     try:

@@ -40,6 +40,7 @@ NEVER_LAST = 2**62  # an episode that no trial reaches
 COUNTS, NUMBERS = ("clock", "age", "marked_clock", "marked_age"), ("best", "worst", "earned", "left")
 # what a trial begins with in every row: the cache's clock and age, and the memory of `settled.Settled`
 MEMORY = dict.fromkeys(COUNTS, 0) | {"best": -NEVER, "worst": NEVER, "earned": 0.0, "left": 0.0}
+RESERVED = {"budget": 0.0}  # with a reserve also that of `reserved.Reserved`
 
 
 def export_onnx(policy: Policy, out: str | Path) -> Path:
@@ -53,8 +54,6 @@ def export_onnx(policy: Policy, out: str | Path) -> Path:
         raise UserError(f"only policies of kind 'net' become ONNX graphs, not {policy.card.get('kind')!r}")
     if agent.net.guard is not None and agent.risk is not None and not isinstance(policy.env.spec.action, Discrete):
         raise UserError("the guard of real-valued actions has no ONNX graph: load the policy with guard=False")
-    if agent.reserve:
-        raise UserError("a reserve has no ONNX graph: load the policy with reserve=0")
     refuse_several(policy.env.spec, "an ONNX graph")
     slots = policy.context
     assert slots is not None
@@ -87,7 +86,7 @@ def _runner_needs(policy: Policy, agent: InContextAgent, slots: int) -> dict[str
         "noise": {"kind": noise[0], "shape": noise[1]},
         "greedy": agent.temperature == 0,
         "cost_unit": spec.cost_unit,
-        "memory": MEMORY,
+        "memory": MEMORY | (RESERVED if agent.reserve else {}),
         "layers": config.layers,
         "entries": None if (ledger := _ledger(agent)) is None else [ledger.columns, slots],
         "cache": [config.heads, config.width // config.heads, slots],
@@ -115,7 +114,7 @@ class _Step:
     def build(self) -> Any:
         """The whole step."""
         token = self.token()
-        x = self.embed(token)
+        x = self.embed({**token, "ctg": self.told(token)})
         first = self.op("And", token["start"], self.op("Equal", token["episode"], self.const(np.int64(0))))
         clock, age = self.take_back(token, first)
         forgot = self.op("Where", first, self.const(np.int64(0)), age)
@@ -137,6 +136,19 @@ class _Step:
         self.choose(self.net.seen(features, watched), watched, token["ctg"], token["time"])
         return self.onnx.helper.make_graph(self.nodes, "act", self.inputs, self.outputs, self.weights)
 
+    def told(self, token: dict[str, str]) -> str:
+        """`told`: what the network reads as the rest of the budget."""
+        left, reserve = token["ctg"], self.agent.reserve
+        if not reserve:
+            return left
+        held = self.op("Where", token["start"], left, self.input("budget", np.float32, ["row"]))
+        self.output("new_budget", held, np.float32, ["row"])
+        amount, kept = reserve, self.op("Less", left, held)
+        if isinstance(reserve, tuple):
+            amount, below = reserve
+            kept = self.op("Less", held, self.const(np.float32(below)))
+        return self.op("Where", kept, self.op("Sub", left, self.const(np.float32(amount))), left)
+
     def take_back(self, token: dict[str, str], first: str) -> tuple[str, str]:
         """`take_back`: the clock and the age that the step begins with."""
         op, const = self.op, self.const
@@ -148,12 +160,13 @@ class _Step:
         within = op("GreaterOrEqual", op("Sub", left, token["cost"]), const(np.float32(-1e-6)))  # as `is_over`
         spread = op("Where", op("Greater", best, never[1]), op("Sub", best, worst), no)
         better = op("Greater", total, op("Add", best, spread))
-        last = const(np.int64((self.agent.trained_episodes if self.agent.settles else None) or NEVER_LAST) - 1)
+        known = self.agent.last if self.agent.settles else None
+        last = const(np.int64(NEVER_LAST if known is None else known))
         ended = op("And", start, op("Not", first))
         late = op("And", ended, op("Greater", episode, last))
         back = op("And", late, op("And", within, op("Not", better)))
-        known = op("Min", marked_age, const(np.int64(max(self.slots - self.spec.max_steps, 0))))
-        clock, age = op("Where", back, marked_clock, clock), op("Where", back, known, age)
+        kept = op("Min", marked_age, const(np.int64(max(self.slots - self.spec.max_steps, 0))))
+        clock, age = op("Where", back, marked_clock, clock), op("Where", back, kept, age)
         begins = op("And", op("And", start, op("GreaterOrEqual", episode, last)), op("Not", back))
         for name, new, old in (("marked_clock", clock, marked_clock), ("marked_age", age, marked_age)):
             self.output(f"new_{name}", op("Where", begins, new, old), np.int64, ["row"])
@@ -189,9 +202,8 @@ class _Step:
         """`featurise` and the encoder."""
         spec, column = self.spec, lambda name: self.op("Unsqueeze", name, self.const(np.array([1])))
         episode = token["episode"]
-        known = self.agent.trained_episodes
-        if known is not None:
-            episode = self.op("Min", episode, self.const(np.int64(known - 1)))
+        if self.agent.last is not None:
+            episode = self.op("Min", episode, self.const(np.int64(self.agent.last)))
         first = self.op("And", token["start"], self.op("Equal", episode, self.const(np.int64(0))))
         if self.config.saturate is not None:
             episode = self.op("Min", episode, self.const(np.int64(self.config.saturate)))

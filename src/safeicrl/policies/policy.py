@@ -30,6 +30,7 @@ from safeicrl.errors import (
     MOST_ROWS,
     BeyondTraining,
     UserError,
+    check_flag,
     check_integer,
     check_seed,
     check_sound,
@@ -68,6 +69,7 @@ def load_policy(
     guard: bool = True,
     reserve: Reserve | None = None,
     settle: bool = True,
+    settle_after: int | None = None,
 ) -> "Policy":
     """A released policy, by its name or the path of its files. For a run folder: the best one of its lowest seed.
 
@@ -76,18 +78,22 @@ def load_policy(
     Once an episode has cost something, the network is told that less is left of its budget than there is, by the
     `reserve` given here or in the card. With a reserve of (1, 2) it is told so from the first step on: 1 less of
     budgets below 2. The budget itself, the guard and the hard stop do not change.
-    After the K episodes of its training its memory settles (docs/deploy.md). With `settle=False` it goes on, for a
-    world that changes while it plays.
+    After the K episodes of its training its memory settles (docs/deploy.md), or after `settle_after` episodes as
+    given here or in the card. With `settle=False` it goes on, for a world that changes while it plays.
     """
+    if not check_flag("settle", settle) and settle_after is not None:
+        raise UserError(f"settle=False contradicts settle_after {settle_after}; give one of them")
     path = find_policy(name_or_path)
     card = read_card(path)
     env, agent = load_agent(path, card)
     if temperature is None and not greedy:
         temperature = card.get("temperature")
     agent, how = with_options(
-        env, agent, temperature=temperature, greedy=greedy, risk=risk, guard=guard, reserve=reserve
-    )
-    card.pop("reserve", None)  # `how` has the one that it keeps
+        env, agent, temperature=temperature, greedy=greedy, risk=risk, guard=guard, reserve=reserve,
+        settle_after=settle_after,
+    )  # fmt: skip
+    for option in ("reserve", "settle_after"):  # `how` has those that it acts by
+        card.pop(option, None)
     return Policy(env=env, agent=agent, card={**card, **how}, settle=settle)
 
 
@@ -299,6 +305,8 @@ class Policy:
         # what gives its memory another form
         if getattr(self.agent, "settles", None) is False:
             described["settles"] = False
+        elif (after := getattr(self.agent, "settle_after", None)) is not None:
+            described["settle_after"] = after
         if reserve := getattr(self.agent, "reserve", 0.0):
             described["reserve"] = reserve
         return contexts.identity(self.agent, described)
