@@ -1,10 +1,13 @@
 """Budgets below 1 on the tracks, where a single step above the unknown limit breaks them; from stored results.
 
 python bench/small_budgets.py safe-velocity-half-cheetah   → results/POLICY/below-one.json
+python bench/small_budgets.py safe-velocity-ant --results results/safe-velocity-ant/reserve-by-budget.npz \
+  --against results/safe-velocity-ant/by-budget.npz --out results/safe-velocity-ant/reserve-below-one.json
 
-For each limit: what the policy does with budgets below 1 and with larger ones, in its first episode and in the
-last five. The reward of a step is the speed in m/s, less what the actions cost (Ant: plus 1 for being alive), so it
-shows how far from the limit the robot runs. The lowest limit of training is half of the base limit.
+For each limit and for all: what the policy does with budgets below 1 and with larger ones, in its first episode and
+in the last five. With --against also how much more it returns than in other results, trial by trial. The reward of
+a step is the speed in m/s, less what the actions cost (Ant: plus 1 for being alive), so it shows how far from the
+limit the robot runs. The lowest limit of training is half of the base limit.
 """
 
 import argparse
@@ -21,6 +24,7 @@ from rich.table import Table
 from safeicrl.envs.registry import env_from_plain
 from safeicrl.evaluation.archive import load_results
 from safeicrl.evaluation.results import Results
+from safeicrl.evaluation.statistics import check_comparable, standard_error
 from safeicrl.evaluation.task_lists import evaluation_keys, sample_tasks
 from safeicrl.files import write_json
 
@@ -50,18 +54,28 @@ def row(results: Results, mine: np.ndarray) -> dict[str, float]:
         "return_last": float(part.returns[:, -LAST:].mean()),
         "cost_first": float(part.costs[:, 0].mean()), "cost_last": float(part.costs[:, -LAST:].mean()),
         "over_first": float(part.over[:, 0].mean()), "over_last": float(part.over[:, -LAST:].mean()),
+        "return": float(part.returns.sum(1).mean()),
         "over": float(part.over.mean()), "trials_over": float(part.over.any(axis=1).mean()),
     }  # fmt: skip
+
+
+def more(results: Results, other: Results, mine: np.ndarray) -> dict[str, float]:
+    """By how much these trials return more than the same trials of `other`; the error is over tasks."""
+    check_comparable(results, other)
+    gain = (results.returns.sum(1) - other.returns.sum(1))[mine]
+    return {"more": float(gain.mean()), "more_error": float(standard_error(gain, results.task[mine]))}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("policy", help="safe-velocity-half-cheetah or safe-velocity-ant")
     parser.add_argument("--results", type=Path, help="results/POLICY/by-budget.npz by default")
+    parser.add_argument("--against", type=Path, help="results of another policy on the same tasks and budgets")
     parser.add_argument("--out", type=Path, help="results/POLICY/below-one.json by default")
     args = parser.parse_args()
     about, folder = provenance(), Path("results") / args.policy
     results = load_results(args.results or folder / "by-budget.npz")
+    other = None if args.against is None else load_results(args.against)
     limits = limits_of(results)
     described = results.meta["env"]
     base = env_from_plain(described["name"], described["parameters"]).base_limit  # type: ignore[attr-defined]
@@ -73,6 +87,8 @@ def main() -> None:
         "limit, m/s",
         "budgets",
         "trials",
+        "return",
+        "more",
         "reward per step",
         "cost",
         "over",
@@ -80,18 +96,22 @@ def main() -> None:
         "trials ever over",
     ):
         table.add_column(name, justify="right")
-    for limit in np.unique(limits):
+    for limit in (*np.unique(limits), None):
         for words, mine in (("below 1", results.budgets < 1), ("1 to 5", results.budgets >= 1)):
-            now = row(results, mine & (limits == limit))
-            found.append({"limit": float(limit), "limit_speed": float(limit * base), "budgets": words, **now})
+            mine = mine if limit is None else mine & (limits == limit)
+            now = row(results, mine) | ({} if other is None else more(results, other, mine))
+            which = {} if limit is None else {"limit": float(limit), "limit_speed": float(limit * base)}
+            found.append({**which, "budgets": words, **now})
             table.add_row(
-                f"{limit * base:.2f}", words, str(now["trials"]),
+                "all" if limit is None else f"{limit * base:.2f}", words, str(now["trials"]),
+                f"{now['return']:.1f}",
+                f"{now['more']:.1f} ± {now['more_error']:.1f}" if "more" in now else "",
                 f"{now['reward_first']:.2f} → {now['reward_last']:.2f}",
                 f"{now['cost_first']:.2f} → {now['cost_last']:.2f}",
-                f"{now['over_first']:.0%} → {now['over_last']:.1%}", f"{now['over']:.1%}",
-                f"{now['trials_over']:.0%}",
+                f"{now['over_first']:.0%} → {now['over_last']:.1%}", f"{now['over']:.2%}",
+                f"{now['trials_over']:.1%}",
             )  # fmt: skip
-    Console(width=140).print(table)
+    Console(width=160).print(table)
     lowest = {"base_limit": float(base), "lowest_limit_speed": float(base / 2), "last": LAST}
     write_json(args.out or folder / "below-one.json", {**about, "policy": args.policy, **lowest, "rows": found})
 

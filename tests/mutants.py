@@ -113,8 +113,8 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
         "0 if", "test_settled.py::test_kept_episodes_find_room_beside_those_of_training",
     ),
     Mutant(
-        "a memory that settles after K episodes only", "agents/in_context.py", "if self.settles and self.settle_after",
-        "if False", "test_settled.py::test_a_memory_may_settle_before_k",
+        "a memory that settles after K episodes only", "agents/in_context.py", "if self.settles and self.settle_",
+        "if False and self.settle_", "test_settled.py::test_a_memory_may_settle_before_k",
     ),
     # a reserve
     Mutant(

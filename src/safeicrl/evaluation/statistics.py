@@ -99,7 +99,7 @@ def relative(results: Results, *, upper: Results, lower: Results, last: int = 5)
     if last < 1:
         raise UserError(f"last must be at least 1 episode, got {last}")
     for baseline in (upper, lower):
-        _check_comparable(results, baseline)
+        check_comparable(results, baseline)
     mine, above, below = (r.returns[:, -last:].mean(axis=1) for r in (results, upper, lower))  # [trial]
     gained, range_ = mine - below, above - below
     if not range_.mean() > 0:
@@ -156,7 +156,7 @@ def check_one_world(results: Sequence[Results]) -> None:
         warnings.warn(f"these results are not of the same tasks: they differ in {listed}", Unlike, stacklevel=2)
 
 
-def _check_comparable(one: Results, other: Results) -> None:
+def check_comparable(one: Results, other: Results) -> None:
     """Raise unless both are of the same tasks, budgets and trials."""
     for name, of in {**WORLD, **TASKS}.items():
         if of(one) != of(other):
