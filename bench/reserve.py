@@ -1,7 +1,10 @@
-"""What a reserve is worth (agents/reserved.py): a policy's return and broken budgets, for several reserves.
+"""What a reserve (agents/reserved.py) and an early end of learning (agents/settled.py) are worth.
+
+A policy's return and broken budgets, for several reserves and several numbers of episodes after which it settles.
 
 python bench/reserve.py safe-dark-point --reserves 0 8 20                 → results/lab/reserve/safe-dark-point.json
 python bench/reserve.py safe-velocity-ant --reserves 0 1,2 --greedy       1 of budgets below 2, from the start
+python bench/reserve.py safe-velocity-ant --settle-after 12 14 20 --split train
 
 By default on 200 validation tasks (seed 1000), at the temperature on the policy's card.
 """
@@ -59,7 +62,7 @@ def main() -> None:
     parser.add_argument("policy", help="a pretrained policy's name, a file, or a run's folder")
     parser.add_argument("--reserves", type=numbers, nargs="+", default=[(0.0,)])
     parser.add_argument("--greedy", action="store_true")
-    parser.add_argument("--settle-after", type=int)
+    parser.add_argument("--settle-after", type=int, nargs="+", default=[None], metavar="EPISODES")
     parser.add_argument("--budgets", type=float, nargs=2, help="range; the environment's test range by default")
     parser.add_argument("--edges", type=float, nargs="+", default=[0, 1, 2, 3, 4, 5, 10, 15, 20, 30, 40, 51])
     parser.add_argument("--tasks", type=int, default=200)
@@ -67,22 +70,23 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--out", type=Path, help="results/lab/reserve/POLICY.json by default")
     args = parser.parse_args()
-    about, found, table = provenance(), [], Table("reserve", "return", "last five", "over", "trials ever over")
-    for reserve in args.reserves:
-        who = released(args.policy, reserve=reserve, greedy=args.greedy, settle_after=args.settle_after)
+    about, found = provenance(), []
+    table = Table("reserve", "settles after", "return", "last five", "over", "trials ever over")
+    for reserve, after in itertools.product(args.reserves, args.settle_after):
+        who = released(args.policy, reserve=reserve, greedy=args.greedy, settle_after=after)
         results = who.evaluate(
             budgets=args.budgets and tuple(args.budgets), tasks=args.tasks, split=args.split, seed=args.seed
         )
         line = measured(results, args.edges)
         kept = who.meta.get("reserve", 0.0)
-        found.append({"reserve": kept, **line})
+        found.append({"reserve": kept, **({} if after is None else {"settle_after": after}), **line})
         table.add_row(
-            reserve_words(kept), f"{line['return']:.2f}", f"{line['last_five']:.3f}",
+            reserve_words(kept), str(after or "K"), f"{line['return']:.2f}", f"{line['last_five']:.3f}",
             f"{line['over']:.2%}", f"{line['trials_over']:.1%}",
         )  # fmt: skip
     Console().print(table)
     settings = {"policy": args.policy, "tasks": args.tasks, "split": args.split, "seed": args.seed}
-    settings |= {name: who.meta[name] for name in ("actions", "settle_after") if name in who.meta}
+    settings["actions"] = who.meta["actions"]
     out = args.out or Path(f"results/lab/reserve/{Path(args.policy).stem}.json")
     write_json(out, {**about, **settings, "env": who.meta["card"]["env"], "found": found})
 

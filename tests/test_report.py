@@ -134,7 +134,7 @@ def test_what_is_missing_is_said_and_never_drawn(room, tmp_path):
     parts = [["guard-room", *(f"guard-{w}" for w in worlds)]]
     parts += [["guard-calibration", *(f"guard-calibration-{w}" for w in worlds)]]
     assert names == [*parts[0], *parts[1]]
-    assert empty.read_text().count('class="missing"') == 6 + 4 * 2 + 2 + 5  # room, robots, reserves, calibrations
+    assert empty.read_text().count('class="missing"') == 6 + 4 * 3 + 5  # room, robots, calibrations
 
 
 def test_the_guards_comparison_says_how_often_it_stepped_in(tmp_path):

@@ -214,7 +214,7 @@ def test_cards_options_and_results_say_when_it_settles(tmp_path, capsys):
     assert "settle_after" not in load_policy("safe-dark-room").card
     small = ["--tasks", "1", "--episodes", "3", "--budgets", "2", "2"]
     assert main(["evaluate", str(mine), *small, "--out", str(results)]) == 0
-    assert "settles after 2 episodes" in capsys.readouterr().out
+    assert "settled after 2 episodes" in capsys.readouterr().out
     meta = load_results(results).meta
     assert (meta["settle_after"], meta["settles"]) == (2, True)
     policy.start(budget=2)

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from safeicrl.budgets import reserve_words
 from safeicrl.cli.options import parse
 from safeicrl.errors import UserError
 from safeicrl.files import check_output, make_folder
@@ -55,6 +54,7 @@ class Evaluate:
 def evaluate(args: list[str]) -> None:
     """Evaluate a frozen agent on unseen tasks: the paper's protocol."""
     from safeicrl.evaluation.archive import save_results
+    from safeicrl.evaluation.results import in_words
     from safeicrl.evaluation.tables import limits_table, seeds_table, summary_table
 
     asked = parse("evaluate", Evaluate, args)
@@ -70,10 +70,8 @@ def evaluate(args: list[str]) -> None:
             label=asked.label or who.label,
         )  # fmt: skip
         results[name], meta = result, result.meta
-        guard = f", guard {meta['guard']}" if "guard" in meta else ""
-        kept = f", {reserve_words(meta['reserve'])}" if "reserve" in meta else ""
-        kept += f", settles after {meta['settle_after']} episodes" if "settle_after" in meta else ""
-        print(f"{name}: actions {meta['actions']}, context {meta['context']}{guard}{kept}, {meta['seconds']:.1f} s")
+        how = ", ".join([*in_words(meta), f"context {meta['context']}"])
+        print(f"{name}: {how}, {meta['seconds']:.1f} s")
         if "adaptation" in meta:
             print(_spending(meta["adaptation"]))
         if name in outs:  # after each seed, so that an interrupt costs one seed only

@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
 
-from safeicrl.budgets import bin_of, reserve_words
+from safeicrl.budgets import bin_of
 from safeicrl.errors import UserError, printable
-from safeicrl.evaluation.results import Results
+from safeicrl.evaluation.results import Results, in_words
 from safeicrl.evaluation.statistics import (
     MEASURES,
     bootstrap,
@@ -398,9 +398,7 @@ def _say_how(figure: Figure, groups: Groups) -> None:
         what = [f"{len(seeds[0].returns) // often} tasks"]
         what += [f"{often} budgets each (bands by budget: within tasks)"] if often > 1 else []
         what += [f"{len(seeds)} seeds"] if len(seeds) > 1 else []
-        what += [f"actions {actions}"] if (actions := seeds[0].meta.get("actions")) else []
-        what += [f"guard {guard}"] if (guard := seeds[0].meta.get("guard")) else []
-        what += [reserve_words(reserve)] if (reserve := seeds[0].meta.get("reserve")) else []
+        what += in_words(seeds[0].meta)
         what += [engine] if (engine := seeds[0].meta.get("approximation")) else []
         parts.append(f"{label}: {', '.join(what)}")
     commands = dict.fromkeys(str(seeds[0].meta.get("command", "")) for seeds in groups.values())

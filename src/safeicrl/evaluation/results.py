@@ -1,11 +1,12 @@
 """Results of an evaluation: one agent in many trials. No jax."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from safeicrl.budgets import is_over
+from safeicrl.budgets import is_over, reserve_words
 from safeicrl.errors import UserError, printable
 from safeicrl.evaluation.frames import load_pandas
 
@@ -127,3 +128,11 @@ class Results:
             return tuple((float(low), float(high)) for low, high in ranges)
         low, high = given or (self.budgets.min(), self.budgets.max())
         return float(low), float(high)
+
+
+def in_words(how: Mapping[str, Any]) -> list[str]:
+    """How an agent acts, part by part: what `agents.api.with_options` says of it, as results and cards hold it."""
+    parts = [f"actions {how['actions']}"] if how.get("actions") else []
+    parts += [f"guard {how['guard']}"] if how.get("guard") else []
+    parts += [reserve_words(how["reserve"])] if how.get("reserve") else []
+    return parts + ([f"settled after {how['settle_after']} episodes"] if how.get("settle_after") else [])

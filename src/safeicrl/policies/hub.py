@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from safeicrl.errors import UserError
+from safeicrl.evaluation.results import in_words
 from safeicrl.files import atomic_write, make_folder, write_json
 from safeicrl.policies.cards import read_card
 from safeicrl.policies.catalogue import HUB
@@ -31,7 +32,8 @@ def export_hub(name_or_path: str | Path, folder: str | Path, *, overwrite: bool 
     make_folder(target)
     weights = export_policy(name_or_path, target / HUB, overwrite=overwrite, **options)
     card = read_card(weights)
-    parts = {name: card[name] for name in ("kind", "net", "hidden", "env", "temperature", "risk") if name in card}
+    told = ("kind", "net", "hidden", "env", "temperature", "risk", "reserve", "settle_after")
+    parts = {name: card[name] for name in told if name in card}
     write_json(target / "config.json", {"library_name": "safeicrl", **parts})
     if "evaluation" in card:
         write_json(target / "evaluation.json", card["evaluation"])
@@ -110,8 +112,8 @@ def _evaluation(evaluation: Mapping[str, Any]) -> str:
     ]
     return "\n".join(
         [
-            f"## Evaluation\n\n{summary['tasks']} unseen tasks, budgets {low:g}–{high:g}, actions "
-            f"{evaluation.get('actions', 'as trained')}, ± one standard error over tasks.\n",
+            f"## Evaluation\n\n{summary['tasks']} unseen tasks, budgets {low:g}–{high:g}, "
+            f"{', '.join(in_words({'actions': 'as trained', **evaluation}))}, ± one standard error over tasks.\n",
             "| | |\n|---|---:|",
             *(f"| {what} | {number} |" for what, number in rows.items()),
             "\n| budget | return of a trial | episodes over budget |\n|---|---:|---:|",

@@ -143,10 +143,11 @@ class _Step:
             return left
         held = self.op("Where", token["start"], left, self.input("budget", np.float32, ["row"]))
         self.output("new_budget", held, np.float32, ["row"])
-        amount, kept = reserve, self.op("Less", left, held)
         if isinstance(reserve, tuple):
             amount, below = reserve
             kept = self.op("Less", held, self.const(np.float32(below)))
+        else:
+            amount, kept = reserve, self.op("Less", left, held)
         return self.op("Where", kept, self.op("Sub", left, self.const(np.float32(amount))), left)
 
     def take_back(self, token: dict[str, str], first: str) -> tuple[str, str]:

@@ -149,11 +149,12 @@ PUBLISHED_LOG = (
 
 # steps that a fitted guard looks ahead: as many as a trap is deep, or as the robot needs to slow down
 DEPTHS = {"dark-room": 3, "point": 8, "car": 6, "half-cheetah": 4, "ant": 4}
-# a reserve (docs/guard.md) in words, and how to ask for it
+# how a robot is safer without a guard (docs/guard.md), in words and as options
 RESERVES = {
     "point": ("reserve 8", "--reserve 8"),
     "car": ("reserve 5", "--reserve 5"),
-    "ant": ("reserve 1 of budgets below 2, greedy", "--greedy --reserve 1 2"),
+    "half-cheetah": ("reserve, settled early", "--reserve 1 1 --settle-after 8"),
+    "ant": ("reserve, settled early", "--greedy --reserve 1 2 --settle-after 14"),
 }
 
 
@@ -173,11 +174,10 @@ def _guard(world: str) -> tuple[Need, ...]:
         kept = Need(
             label=words,
             files=(f"{folder}/reserve.npz",),
-            command=f"safeicrl evaluate {folder} {options} --tasks {tasks} --out results/{folder}/reserve",
+            command=f"safeicrl evaluate {folder} {options} --tasks {tasks} --label '{words}' "
+            f"--out results/{folder}/reserve",
         )
         return penalty, fitted, kept
-    if world != "dark-room":
-        return penalty, fitted
     return (
         penalty,
         fitted,
