@@ -145,10 +145,11 @@ def test_cards_options_and_results_say_it(tmp_path, capsys):
     assert "reserve" not in without.card
     assert "reserve" not in released("safe-dark-room").meta
     assert released("safe-dark-room", reserve=2).meta["reserve"] == 2
-    small = ["--tasks", "1", "--episodes", "1", "--budgets", "2", "2"]
+    small = ["--tasks", "1", "--episodes", "2", "--settle-after", "1", "--budgets", "2", "2"]
     assert main(["evaluate", str(path), *small, "--out", str(results)]) == 0
-    assert "reserve 0.5" in capsys.readouterr().out
-    assert load_results(results).meta["reserve"] == 0.5
+    assert "reserve 0.5, settled after episode 1, context kept" in capsys.readouterr().out
+    meta = load_results(results).meta
+    assert (meta["reserve"], meta["settle_after"], meta["settles"]) == (0.5, 1, True)
     assert main(["export", str(path), "--out", str(tmp_path / "other"), "--reserve", "1", "3"]) == 0
     other = load_policy(tmp_path / "other")
     assert (other.agent.reserve, other.card["reserve"]) == ((1.0, 3.0), [1.0, 3.0])
