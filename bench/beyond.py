@@ -82,6 +82,8 @@ def main() -> None:
         agent = dataclasses.replace(agent, trained_episodes=args.known or None)
     temperature = None if args.greedy else card.get("temperature")
     reserve = tuple(args.reserve) if args.reserve else None
+    if args.settle_after is not None and (args.ring or args.known == 0):
+        parser.error("a memory that settles is no ring, and knows K: leave out --settle-after")
     acting, how = with_options(
         env, agent, temperature=temperature, greedy=args.greedy, reserve=reserve, settle_after=args.settle_after
     )
@@ -92,7 +94,7 @@ def main() -> None:
 
     found = blocks(results, args.block or trained)
     # a settled memory grows no more, but for the few episodes that are kept
-    grows = episodes if args.ring else how.get("settle_after", trained)
+    grows = episodes if args.ring else how.get("settle_after", agent.trained_episodes or episodes)
     closes = closing(results.lengths[:, :grows], context)
     table = Table(title=f"{args.policy}, trained on {trained} episodes, {args.tasks} unseen tasks")
     for name in ("episodes", "return", "cost", "over budget"):

@@ -60,7 +60,7 @@ def numbers(text: str) -> tuple[float, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("policy", help="a pretrained policy's name, a file, or a run's folder")
-    parser.add_argument("--reserves", type=numbers, nargs="+", default=[(0.0,)])
+    parser.add_argument("--reserves", type=numbers, nargs="+", default=[(0.0,)], help="none by default")
     parser.add_argument("--greedy", action="store_true")
     parser.add_argument("--settle-after", type=int, nargs="+", default=[None], metavar="EPISODES")
     parser.add_argument("--budgets", type=float, nargs=2, help="range; the environment's test range by default")
@@ -79,9 +79,10 @@ def main() -> None:
         )
         line = measured(results, args.edges)
         kept = who.meta.get("reserve", 0.0)
-        found.append({"reserve": kept, **({} if after is None else {"settle_after": after}), **line})
+        settled = who.meta.get("settle_after", who.policy.episodes)
+        found.append({"reserve": kept, "settle_after": settled, **line})
         table.add_row(
-            reserve_words(kept), str(after or "K"), f"{line['return']:.2f}", f"{line['last_five']:.3f}",
+            reserve_words(kept), str(settled), f"{line['return']:.2f}", f"{line['last_five']:.3f}",
             f"{line['over']:.2%}", f"{line['trials_over']:.1%}",
         )  # fmt: skip
     Console().print(table)

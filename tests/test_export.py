@@ -268,8 +268,10 @@ def refused(capsys, *args: str) -> str:
 
 def test_a_guard_keeps_the_risk_that_it_was_exported_with(tmp_path, capsys):
     command = ["export", "safe-dark-room-guard", "--out", str(tmp_path / "bold"), "--risk", "0.25"]
-    assert main(command) == 0
-    assert "its card's evaluation is with a guard of risk 0.0" in capsys.readouterr().out
+    assert main([*command, "--reserve", "1"]) == 0
+    said, actions = capsys.readouterr().out, "actions sampled, temperature 0.5"
+    assert f"{actions}, guard risk 0.25, reserve 1\n" in said
+    assert f"its card's evaluation is of {actions}, guard risk 0.02: --evaluation makes them agree" in said
     assert load_policy(tmp_path / "bold.safetensors").agent.risk == 0.25
 
 

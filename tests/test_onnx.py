@@ -57,7 +57,7 @@ def experience(env, steps: int):
 
 KINDS = {
     "discrete": (ROOM, {}),
-    "guarded": (ROOM, {"guard": 2, "guard_clock": True, "risk": 0.4}),
+    "guarded": (ROOM, {"guard": 2, "guard_clock": True, "risk": 0.4, "reserve": 0.7}),
     "guarded by a ledger": (ROOM, {"guard": 2, "guard_ledger": 3, "risk": 0.4}),
     "by one that the policy reads, too": (
         ROOM,

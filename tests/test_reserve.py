@@ -159,16 +159,19 @@ def test_cards_options_and_results_say_it(tmp_path, capsys):
 
 @pytest.mark.parametrize("reserve", [-1, float("nan"), "much", [], [1, -3], [1, 2, 3]])
 def test_what_is_no_reserve(reserve, tmp_path):
-    with pytest.raises(UserError, match="reserve must be a"):
+    rule = "'s second number, .*, must be a finite number > 0" if reserve == [1, -3] else " must be a"
+    with pytest.raises(UserError, match=f"reserve{rule}"):
         load_policy("safe-dark-room", reserve=reserve)
     policy = load_policy("safe-dark-room")
     save_policy(tmp_path / "bad.safetensors", policy.agent, {**policy.card, "reserve": reserve})
-    with pytest.raises(UserError, match=r"bad\.json: 'reserve' must be a"):
+    with pytest.raises(UserError, match=rf"bad\.json: 'reserve'{rule}"):
         load_policy(tmp_path / "bad")
 
 
 def test_who_keeps_none(capsys):
     with pytest.raises(UserError, match="RandomAgent keeps no reserve: leave out reserve 1"):
         with_options(ROOM, RandomAgent(action=ROOM.spec.action), reserve=1)
+    assert main(["evaluate", "safe-dark-room", "--reserve"]) == 2
+    assert "reserve must be a number, or two" in capsys.readouterr().err
     assert main(["evaluate", "--agent", "random", "--reserve", "1"]) == 2
     assert "the random agent keeps no reserve: leave out --reserve" in capsys.readouterr().err

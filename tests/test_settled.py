@@ -18,6 +18,7 @@ from safeicrl.evaluation.evaluate import evaluate
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.policies.cards import save_policy
+from safeicrl.policies.contenders import released
 from safeicrl.policies.export import export_policy
 from safeicrl.policies.policy import load_policy
 from safeicrl.tokens import first_token, next_token
@@ -209,7 +210,10 @@ def test_cards_and_options_say_when_it_settles(tmp_path):
     policy = load_policy(mine)
     assert (policy.agent.settle_after, policy.agent.last, policy.card["settle_after"]) == (2, 1, 2)
     assert load_policy(mine, settle_after=4).card["settle_after"] == 4
-    assert load_policy(mine, settle=False).agent.last == policy.episodes - 1
+    on = load_policy(mine, settle=False)
+    assert (on.agent.last, "settle_after" in on.card) == (policy.episodes - 1, False)
+    with pytest.raises(UserError, match="a wiped context never settles: leave out settle_after 2"):
+        released(str(mine), wipe=True, settle_after=2)
     assert "settle_after" not in load_policy("safe-dark-room").card
     policy.start(budget=2)
     policy.save_context(tmp_path / "trial")

@@ -33,8 +33,11 @@ def check_reserve(name: str, reserve: object) -> Reserve:
     given = tuple(reserve) if isinstance(reserve, list | tuple) else (reserve,)
     if len(given) not in (1, 2):
         raise UserError(f"{name} must be a number, or two: the amount and the budget below which, got {reserve!r}")
-    amount, *below = (check_number(name, number, 0.0) for number in given)
-    return (amount, below[0]) if below and amount else amount
+    amount = check_number(name, given[0], 0.0)
+    if len(given) == 1:
+        return amount
+    below = check_number(f"{name}'s second number, the budget below which it is kept,", given[1], 0.0, strict=True)
+    return (amount, below) if amount else amount
 
 
 def reserve_words(reserve: float | Sequence[float]) -> str:

@@ -104,7 +104,7 @@ def with_options(
 
     `reserve` is how much of a budget its network is not told of (reserved.py), `settle_after` the episodes after
     which its memory settles (settled.py). Also returns all of it for labels: {"actions": ..., "context": ...} in
-    words, with "guard" if it has one, "reserve" if that is not 0, and "settle_after" if it was chosen.
+    words, with "guard" if it has one, "reserve" if that is not 0, and "settle_after" if it is not K.
     """
     greedy, wipe = check_flag("greedy", greedy), check_flag("wipe", wipe)
     agent, guarded = _with_guard(agent, risk, check_flag("guard", guard))
@@ -125,8 +125,11 @@ def with_options(
     kept = getattr(agent, "reserve", 0.0)
     told = {"reserve": list(kept) if isinstance(kept, tuple) else kept} if kept else {}
     if settle_after is not None:
+        if wipe:
+            raise UserError(f"a wiped context never settles: leave out settle_after {settle_after}")
         agent = _settling(agent, settle_after)
-    if (after := getattr(agent, "settle_after", None)) is not None:
+    after, known = getattr(agent, "settle_after", None), getattr(agent, "trained_episodes", None)
+    if not wipe and after is not None and after != known:
         told["settle_after"] = after
     actions = "as the agent decides"
     if has:

@@ -33,9 +33,9 @@ class Evaluate:
     greedy: bool = False  # take the most probable action instead of a sampled one
     risk: float | None = None  # chance of breaking the budget that the policy's guard tolerates; see its card
     guard: bool = True  # whether the policy's guard is on, if it has one
-    # how much less than the truth the policy is told of its budget, once an episode has cost something; with BELOW
-    # from the first step on, of budgets below that; what its card says by default
-    reserve: Annotated[tuple[float, ...], tyro.conf.arg(metavar="AMOUNT [BELOW]")] = ()
+    # how much less than is left of its budget the policy is told of, once an episode has cost something; with BELOW
+    # from the first step on, in episodes whose budget is below that; what its card says by default
+    reserve: Annotated[tuple[float, ...] | None, tyro.conf.arg(metavar="AMOUNT [BELOW]")] = None
     # episodes after which its memory settles; those of training, or what its card says by default
     settle_after: int | None = None
     wipe: bool = False  # forget at every episode: shows what in-context learning is worth
@@ -131,11 +131,11 @@ def _contenders(asked: Evaluate) -> dict[str, Any]:
         return released_seeds(
             asked.policy, env_args=parameters,
             temperature=asked.temperature, greedy=asked.greedy, wipe=asked.wipe, risk=asked.risk, guard=asked.guard,
-            reserve=asked.reserve or None, settle_after=asked.settle_after,
+            reserve=asked.reserve, settle_after=asked.settle_after,
         )  # fmt: skip
     if asked.risk is not None or not asked.guard:
         raise UserError(f"the {asked.agent} agent has no guard: leave out --risk and --no-guard")
-    if asked.reserve:
+    if asked.reserve is not None:
         raise UserError(f"the {asked.agent} agent keeps no reserve: leave out --reserve")
     if asked.settle_after is not None:
         raise UserError(f"the memory of the {asked.agent} agent never settles: leave out --settle-after")

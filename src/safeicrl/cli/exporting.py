@@ -34,7 +34,7 @@ class Export:
     temperature: float | None = None  # of its actions; what its card says by default
     risk: float | None = None  # that its guard tolerates; what its card says by default
     # of the budget, see safeicrl evaluate; what its card says by default
-    reserve: Annotated[tuple[float, ...], tyro.conf.arg(metavar="AMOUNT [BELOW]")] = ()
+    reserve: Annotated[tuple[float, ...] | None, tyro.conf.arg(metavar="AMOUNT [BELOW]")] = None
     # episodes after which its memory settles; what its card says by default
     settle_after: int | None = None
     env_args: tuple[str, ...] = ()  # parameters of its environment to change, e.g. engine=auto
@@ -47,6 +47,7 @@ class Export:
 def export(args: list[str]) -> None:
     """Write one policy and its card, to take elsewhere or to ship."""
     from safeicrl.envs.registry import parse_parameters
+    from safeicrl.evaluation.results import in_words
     from safeicrl.policies.export import export_policy
     from safeicrl.policies.policy import load_policy
 
@@ -59,7 +60,7 @@ def export(args: list[str]) -> None:
         )
     options: dict[str, Any] = {
         "seed": asked.seed, "average": asked.average, "name": asked.name, "description": asked.description,
-        "temperature": asked.temperature, "risk": asked.risk, "reserve": asked.reserve or None,
+        "temperature": asked.temperature, "risk": asked.risk, "reserve": asked.reserve,
         "settle_after": asked.settle_after, "limits": asked.limit, "evaluation": asked.evaluation,
         "env_args": parse_parameters(asked.env_args, "--env-args"), "overwrite": asked.overwrite,
     }  # fmt: skip
@@ -72,12 +73,10 @@ def export(args: list[str]) -> None:
     origin = card["exported"]["from"]
     if asked.average:
         origin = f"the mean of {', '.join([origin, *(part['from'] for part in card['averaged_with'])])}"
-    print(f"wrote {path} and {path.with_suffix('.json')}: {origin}, actions {card['actions']}")
-    evaluated, said = card.get("evaluation", {}), "but its card's evaluation is"
-    if evaluated.get("actions", card["actions"]) != card["actions"]:
-        print(f"{said} of actions {evaluated['actions']}: --temperature or --evaluation make them agree")
-    if "guard" in evaluated and evaluated["guard"] != f"risk {card['risk']:g}":
-        print(f"{said} with a guard of {evaluated['guard']}: --risk or --evaluation make them agree")
+    print(f"wrote {path} and {path.with_suffix('.json')}: {origin}, {', '.join(in_words(card))}")
+    evaluated = in_words(card.get("evaluation", {}))
+    if evaluated and evaluated != in_words(card):
+        print(f"but its card's evaluation is of {', '.join(evaluated)}: --evaluation makes them agree")
     print(f"load it:  policy = safeicrl.load_policy({str(path)!r})")
 
 

@@ -74,8 +74,8 @@ def evaluate(
     these chunks share one compilation, and each ends with its longest trial. `segments` is that of `run_trials`,
     for agents whose memory grows; a short trial has fewer.
 
-    Past the K episodes of its training, or its own `settle_after`, an agent's memory settles (agents/settled.py);
-    `settle=False` lets it go on as in training, for comparison.
+    After K episodes, those of its training, or after its own `settle_after`, an agent's memory settles
+    (agents/settled.py); `settle=False` lets it go on as in training, for comparison.
 
     The trials that run at a time are divided among `devices`: a number of local ones (all by default), or a mesh
     (devices.py). The results do not depend on it, but for rounding.
@@ -107,7 +107,7 @@ def evaluate(
         **({"settles": settle} if past else {}),
         **({} if spent is None else {"adaptation": spending(spent)}),
         **({} if stepped_in is None else {"guard_stepped_in": float(stepped_in.sum() / whole.lengths.sum())}),
-        **(meta or {}),
+        **{name: value for name, value in (meta or {}).items() if name != "settle_after" or (past and settle)},
         **surroundings(),
         "seconds": time.perf_counter() - begin,
     }

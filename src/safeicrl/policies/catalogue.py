@@ -49,6 +49,13 @@ def penalty_names() -> dict[str, str]:
     }
 
 
+def shipped_name(name: str | Path) -> str | None:
+    """The policy that ships and has this name; None if there is none."""
+    text = str(name)
+    text = penalty_names().get(text, text) if text.endswith("-penalty") else text
+    return text if text in policy_names() else None
+
+
 def run_policies(folder: Path) -> dict[int, Path]:
     """The best policy of each seed of a run, lowest seed first; after several stages, the exported one."""
     files = [(SEED.fullmatch(path.stem), path) for path in folder.glob("*-seed*.safetensors")]
@@ -77,9 +84,8 @@ def find_policy(name_or_path: str | Path) -> Path:
     if not isinstance(name_or_path, str | os.PathLike) or not str(name_or_path):
         raise UserError(f"a policy is the name of one that ships, or a path, got {name_or_path!r}")
     text, path = str(name_or_path), Path(name_or_path)
-    text = penalty_names().get(text, text) if text.endswith("-penalty") else text
-    if text in policy_names():
-        return PRETRAINED / f"{text}.safetensors"
+    if (shipped := shipped_name(text)) is not None:
+        return PRETRAINED / f"{shipped}.safetensors"
     if path.is_dir():
         if (path / HUB).exists():
             return path / HUB
@@ -92,7 +98,7 @@ def find_policy(name_or_path: str | Path) -> Path:
     if file.exists():
         return file
     if str(file) == f"{text}.safetensors" and len(file.parts) == 1:
-        raise unknown_name("policy", text, policy_names())
+        raise unknown_name("policy", text, [*policy_names(), *penalty_names()])
     raise UserError(f"no policy and no run folder at {name_or_path}")
 
 

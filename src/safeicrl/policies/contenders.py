@@ -16,7 +16,7 @@ from safeicrl.errors import Approximation, UserError, check_budget, check_intege
 from safeicrl.evaluation.evaluate import evaluate
 from safeicrl.evaluation.results import Results
 from safeicrl.files import RECIPE
-from safeicrl.policies.catalogue import HUB, SEED, changed_env, policy_names, run_policies
+from safeicrl.policies.catalogue import HUB, SEED, changed_env, run_policies, shipped_name
 from safeicrl.policies.policy import Policy, load_policy
 
 
@@ -102,7 +102,7 @@ def released(
         settle_after=settle_after,
     )  # fmt: skip
     env = changed_env(policy.card, env_args or {})
-    agent, how = with_options(env, policy.agent, wipe=wipe)
+    agent, how = with_options(env, policy.agent, wipe=wipe, settle_after=settle_after)
     label = _label(str(policy.card.get("name") or _name(Path(name_or_path))), wipe)
     meta = {"agent": str(name_or_path), "card": policy.card, **how}
     return Contender(label=label, env=env, agent=agent, meta=meta, policy=policy)
@@ -111,7 +111,7 @@ def released(
 def released_seeds(name_or_path: str, **options: Any) -> dict[str, Contender]:
     """`released`, by name. For a run folder: the best policy of every seed, with one label for all."""
     path = Path(name_or_path)
-    if name_or_path in policy_names() or not path.is_dir() or (path / HUB).exists():
+    if shipped_name(name_or_path) is not None or not path.is_dir() or (path / HUB).exists():
         return {name_or_path: released(name_or_path, **options)}
     files = run_policies(path)
     return {f"seed {seed}": released(str(path), **options) for seed, path in files.items()}

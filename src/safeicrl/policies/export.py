@@ -27,8 +27,8 @@ from safeicrl.policies.catalogue import (
     find_policy,
     load_agent,
     policy_file,
-    policy_names,
     run_policies,
+    shipped_name,
     trained_env,
 )
 from safeicrl.provenance import surroundings
@@ -174,7 +174,7 @@ def best_seed(folder: Path) -> int:
 
 def _source(name_or_path: str | Path, seed: int | None) -> Path:
     folder = Path(name_or_path)
-    if str(name_or_path) in policy_names() or not folder.is_dir() or (folder / HUB).exists():
+    if shipped_name(name_or_path) is not None or not folder.is_dir() or (folder / HUB).exists():
         source = find_policy(name_or_path)
         if seed is not None:
             raise UserError(f"{name_or_path} is a single policy: leave out --seed {seed}, which is for run folders")
@@ -189,7 +189,7 @@ def _source(name_or_path: str | Path, seed: int | None) -> Path:
 def _seed_like(source: Path, other: str | Path) -> int | None:
     """The seed of the policy `source`, to be taken from the run `other` too; None if either is not of a run."""
     seed = SEED.fullmatch(source.stem)
-    return int(seed[1]) if seed and Path(other).is_dir() and str(other) not in policy_names() else None
+    return int(seed[1]) if seed and Path(other).is_dir() and shipped_name(other) is None else None
 
 
 def target_file(out: Path, overwrite: bool) -> Path:

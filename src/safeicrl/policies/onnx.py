@@ -6,12 +6,14 @@
               keys_0, values_0, …, clock, age                                            the cache (transformer.py)
               entries                                                                    the guard's ledger, if any
               marked_clock, marked_age, best, worst, earned, left                        the memory (settled.py)
+              budget                                                                     of a reserve (reserved.py)
     outputs   chosen                 the action; with a guard, also risk_taken and stepped_in
               new_keys_0, …          cache and memory after the step
 
 All arrays have a leading axis of rows, except risk. The graph is written out by hand, in the order of
-`featurise`, `take_back`, `Transformer.step`, `PolicyNet.distribution` and `Guard.judge`, whose numbers it gives
-(tests/test_onnx.py). The metadata `safeicrl` says in JSON what a runner needs; examples/onnx_runner.py is one.
+`told`, `featurise`, `take_back`, `Transformer.step`, `PolicyNet.distribution` and `Guard.judge`, whose numbers it
+gives (tests/test_onnx.py). The metadata `safeicrl` says in JSON what a runner needs; examples/onnx_runner.py is
+one.
 """
 
 import importlib

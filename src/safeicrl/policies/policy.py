@@ -94,6 +94,8 @@ def load_policy(
     )  # fmt: skip
     for option in ("reserve", "settle_after"):  # `how` has those that it acts by
         card.pop(option, None)
+    if not settle:
+        how.pop("settle_after", None)
     return Policy(env=env, agent=agent, card={**card, **how}, settle=settle)
 
 

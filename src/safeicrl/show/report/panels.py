@@ -153,7 +153,7 @@ DEPTHS = {"dark-room": 3, "point": 8, "car": 6, "half-cheetah": 4, "ant": 4}
 RESERVES = {
     "point": ("reserve 8", "--reserve 8"),
     "car": ("reserve 5", "--reserve 5"),
-    "half-cheetah": ("reserve, settled early", "--reserve 1 1 --settle-after 8"),
+    "half-cheetah": ("reserve 1 of budgets below 1", "--reserve 1 1"),
     "ant": ("reserve, settled early", "--greedy --reserve 1 2 --settle-after 14"),
 }
 
