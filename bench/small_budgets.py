@@ -99,6 +99,8 @@ def main() -> None:
     for limit in (*np.unique(limits), None):
         for words, mine in (("below 1", results.budgets < 1), ("1 to 5", results.budgets >= 1)):
             mine = mine if limit is None else mine & (limits == limit)
+            if not mine.any():
+                continue
             now = row(results, mine) | ({} if other is None else more(results, other, mine))
             which = {} if limit is None else {"limit": float(limit), "limit_speed": float(limit * base)}
             found.append({**which, "budgets": words, **now})
