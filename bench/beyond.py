@@ -61,6 +61,7 @@ def main() -> None:
     )
     parser.add_argument("--greedy", action="store_true", help="the most probable actions, not sampled ones")
     parser.add_argument("--reserve", type=float, nargs="*", help="AMOUNT [BELOW]; what its card says by default")
+    parser.add_argument("--brake", type=float, help="what its card says by default")
     parser.add_argument("--settle-after", type=int, help="episodes; what its card says by default")
     parser.add_argument("--tasks", type=int, default=60)
     parser.add_argument("--rows", type=int, default=32, help="tasks at a time")
@@ -85,8 +86,9 @@ def main() -> None:
     if args.settle_after is not None and (args.ring or args.known == 0):
         parser.error("a memory that settles is no ring, and knows K: leave out --settle-after")
     acting, how = with_options(
-        env, agent, temperature=temperature, greedy=args.greedy, reserve=reserve, settle_after=args.settle_after
-    )
+        env, agent, temperature=temperature, greedy=args.greedy, reserve=reserve, brake=args.brake,
+        settle_after=args.settle_after,
+    )  # fmt: skip
     episodes = args.times * trained
     results = evaluate(
         env, acting, tasks=args.tasks, rows=args.rows, episodes=episodes, seed=args.seed, settle=not args.ring
@@ -109,7 +111,7 @@ def main() -> None:
         "policy": args.policy, "trained_episodes": trained, "known_episodes": agent.trained_episodes,
         "context_steps": context, "settles": not args.ring, "actions": how["actions"], "tasks": args.tasks,
         "rows": args.rows, "seed": args.seed,
-        **{option: how[option] for option in ("reserve", "settle_after") if option in how},
+        **{option: how[option] for option in ("reserve", "brake", "settle_after") if option in how},
     }  # fmt: skip
     curves = {
         "returns": results.returns.mean(axis=0).round(4).tolist(),

@@ -1,10 +1,11 @@
-"""What a reserve (agents/reserved.py) and an early end of learning (agents/settled.py) are worth.
+"""What a reserve, a brake and an early end of learning (reserved.py, brake.py, settled.py in agents) are worth.
 
-A policy's return and broken budgets, for several reserves and several numbers of episodes after which it settles.
+A policy's return and broken budgets, for several of each.
 
 python bench/reserve.py safe-dark-point --reserves 0 8 20                 → results/lab/reserve/safe-dark-point.json
 python bench/reserve.py safe-velocity-ant --reserves 0 1,2 --greedy       1 of budgets below 2, from the start
 python bench/reserve.py safe-velocity-ant --settle-after 12 14 20 --split train
+python bench/reserve.py safe-velocity-ant --brakes 1 1.5 2 --split train
 
 By default on 200 validation tasks (seed 1000), at the temperature on the policy's card.
 """
@@ -61,6 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("policy", help="a pretrained policy's name, a file, or a run's folder")
     parser.add_argument("--reserves", type=numbers, nargs="+", default=[(0.0,)], help="none by default")
+    parser.add_argument("--brakes", type=float, nargs="+", default=[None], metavar="FACTOR", help="none by default")
     parser.add_argument("--greedy", action="store_true")
     parser.add_argument("--settle-after", type=int, nargs="+", default=[None], metavar="EPISODES")
     parser.add_argument("--budgets", type=float, nargs=2, help="range; the environment's test range by default")
@@ -71,18 +73,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="results/lab/reserve/POLICY.json by default")
     args = parser.parse_args()
     about, found = provenance(), []
-    table = Table("reserve", "settles after", "return", "last five", "over", "trials ever over")
-    for reserve, after in itertools.product(args.reserves, args.settle_after):
-        who = released(args.policy, reserve=reserve, greedy=args.greedy, settle_after=after)
+    table = Table("reserve", "brake", "settles after", "return", "last five", "over", "trials ever over")
+    for reserve, brake, after in itertools.product(args.reserves, args.brakes, args.settle_after):
+        who = released(args.policy, reserve=reserve, brake=brake, greedy=args.greedy, settle_after=after)
         results = who.evaluate(
             budgets=args.budgets and tuple(args.budgets), tasks=args.tasks, split=args.split, seed=args.seed
         )
         line = measured(results, args.edges)
-        kept = who.meta.get("reserve", 0.0)
+        kept, factor = who.meta.get("reserve", 0.0), who.meta.get("brake", 1.0)
         settled = who.meta.get("settle_after", who.policy.episodes)
-        found.append({"reserve": kept, "settle_after": settled, **line})
+        found.append({"reserve": kept, "brake": factor, "settle_after": settled, **line})
         table.add_row(
-            reserve_words(kept), str(settled), f"{line['return']:.2f}", f"{line['last_five']:.3f}",
+            reserve_words(kept), f"{factor:g}", str(settled), f"{line['return']:.2f}", f"{line['last_five']:.3f}",
             f"{line['over']:.2%}", f"{line['trials_over']:.1%}",
         )  # fmt: skip
     Console().print(table)

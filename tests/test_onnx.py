@@ -31,7 +31,7 @@ PUSH = Push(max_steps=4, episodes=3)
 ROWS = 3
 
 
-OPTIONS = ("risk", "reserve", "settle_after")
+OPTIONS = ("risk", "reserve", "brake", "settle_after")
 
 
 def policy(env, *, temperature=0.0, trained=4, settle=True, **settings) -> Policy:
@@ -69,6 +69,7 @@ KINDS = {
     "a reserve of small budgets": (PUSH, {"levels": 5, "reserve": (0.8, 1.7)}),
     "levels": (PUSH, {"levels": 5}),
     "gaussian": (PUSH, {}),
+    "a brake": (PUSH, {"brake": 1.7}),
 }
 
 

@@ -14,6 +14,7 @@ from safeicrl.errors import UserError, check_number, check_range
 Array = Any  # numpy's or JAX's
 Range = tuple[float, float]  # least and greatest budget
 Ranges = Range | tuple[Range, ...]  # one for all costs, or one for each
+ROUNDING = 1e-4  # of a sum of costs, in units
 Reserve = float | tuple[float, float]  # once an episode has cost something, or (amount, of budgets below)
 
 
@@ -26,6 +27,15 @@ def is_over(cost: Array, budget: Array, several: bool = False) -> Array:
     """
     over = cost > budget * (1 + 1e-6) + 1e-6
     return over.any(-1) if several else over
+
+
+def is_spent(left: Array, unit: float, several: bool = False) -> Array:
+    """Whether nothing is `left` of a budget: less than one `unit` of cost, up to rounding; real-valued: nothing.
+
+    With `several` costs the last axis is theirs, and it is reduced: any budget that is spent counts.
+    """
+    spent = left < (1 - ROUNDING) * unit if unit else left <= 0
+    return spent.any(-1) if several else spent
 
 
 def check_reserve(name: str, reserve: object) -> Reserve:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from safeicrl.budgets import Reserve, check_reserve
 from safeicrl.envs.api import Env, EnvSpec, Key, PyTree, replace
+from safeicrl.envs.spaces import Box
 from safeicrl.errors import UserError, check_flag, check_integer, check_number, check_risk
 from safeicrl.tokens import Token, first_token
 
@@ -98,13 +99,17 @@ def with_options(
     risk: float | None = None,
     guard: bool = True,
     reserve: Reserve | None = None,
+    brake: float | None = None,
     settle_after: int | None = None,
 ) -> tuple[Agent, dict[str, Any]]:
     """The agent with actions sampled at a temperature or greedy, its context kept or wiped, its guard set or off.
 
-    `reserve` is how much of a budget its network is not told of (reserved.py), `settle_after` the episodes after
-    which its memory settles (settled.py). Also returns all of it for labels: {"actions": ..., "context": ...} in
-    words, with "guard" if it has one, "reserve" if that is not 0, and "settle_after" if it is not K.
+    `reserve` is how much of a budget its network is not told of (reserved.py), `brake` how many times as hard it
+    acts once a budget is used up (brake.py), `settle_after` the episodes after which its memory settles
+    (settled.py).
+
+    Also returns all of it for labels: {"actions": ..., "context": ...} in words, with "guard" if it has one,
+    "reserve" if that is not 0, "brake" if it is not 1, and "settle_after" if it is not K.
     """
     greedy, wipe = check_flag("greedy", greedy), check_flag("wipe", wipe)
     agent, guarded = _with_guard(agent, risk, check_flag("guard", guard))
@@ -123,7 +128,11 @@ def with_options(
             raise UserError(f"{type(agent).__name__} keeps no reserve: leave out reserve {reserve}")
         agent = dataclasses.replace(agent, reserve=check_reserve("reserve", reserve))  # type: ignore[type-var]
     kept = getattr(agent, "reserve", 0.0)
-    told = {"reserve": list(kept) if isinstance(kept, tuple) else kept} if kept else {}
+    told: dict[str, Any] = {"reserve": list(kept) if isinstance(kept, tuple) else kept} if kept else {}
+    if brake is not None:
+        agent = _braking(agent, brake)
+    if (hardness := getattr(agent, "brake", 1.0)) != 1:
+        told["brake"] = hardness
     if settle_after is not None:
         if wipe:
             raise UserError(f"a wiped context never settles: leave out settle_after {settle_after}")
@@ -149,6 +158,16 @@ def lasting(agent: Agent, on: bool = True) -> Agent:
     if getattr(agent, "trained_episodes", None) is None:
         return agent
     return dataclasses.replace(agent, settles=settles)  # type: ignore[type-var]
+
+
+def _braking(agent: Agent, brake: float) -> Agent:
+    """The agent that acts so much harder once a budget is used up."""
+    net = getattr(agent, "net", None)
+    if not hasattr(agent, "brake") or not isinstance(net.trunk.spec.action, Box):  # type: ignore[union-attr]
+        raise UserError(f"only a transformer's real-valued actions can brake: leave out brake {brake}")
+    if net.trunk.config.levels:  # type: ignore[union-attr]
+        raise UserError(f"a policy whose actions have levels cannot brake: leave out brake {brake}")
+    return dataclasses.replace(agent, brake=check_number("brake", brake, 1.0))  # type: ignore[type-var]
 
 
 def _settling(agent: Agent, after: int) -> Agent:

@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from safeicrl.agents.brake import braked
 from safeicrl.agents.reserved import Reserved, told
 from safeicrl.agents.settled import SPARE, Settled, settled, take_back
 from safeicrl.budgets import Reserve
@@ -25,6 +26,7 @@ class InContextAgent(eqx.Module):
     risk: jax.Array | float | None = None  # the guard's threshold; None: no guard
     temperature: float = eqx.field(static=True, default=1.0)  # 0: greedy
     reserve: Reserve = eqx.field(static=True, default=0.0)  # of the budget, see reserved.py
+    brake: float = eqx.field(static=True, default=1.0)  # of the action, once a budget is used up; see brake.py
     trained_episodes: int | None = eqx.field(static=True, default=None)  # K; None: no limit, see `read`
     settles: bool = eqx.field(static=True, default=False)  # its memory lasts, see settled.py
     settle_after: int | None = eqx.field(static=True, default=None)  # if it does, after so many episodes; None: K
@@ -79,10 +81,10 @@ class InContextAgent(eqx.Module):
             share, boldest = self.bold
             risk = jnp.where(bold_rows(len(token.time), share), boldest, risk)[:, None]
         if guard is None or risk is None:
-            action = self._choose(policy, key)
+            action = self._choose(policy, token, key)
             return memory, action, {"log_prob": policy.log_prob(action)}
         if isinstance(policy, TanhNormal):
-            candidates = self._candidates(policy, key)  # [row, candidate, action]
+            candidates = self._candidates(policy, token, key)  # [row, candidate, action]
             scaled = self.net.trunk.spec.action.encode_scaled(candidates)
             risks = guard.rate(watched, scaled, token.ctg, token.time)
             return memory, *self._first_tolerable(policy, candidates, risks, risk)
@@ -113,8 +115,9 @@ class InContextAgent(eqx.Module):
         cache, seen, watched = self.net.step(memory.cache, known, token.first)
         return replace(memory, cache=cache), seen, watched
 
-    def _choose(self, policy: Distribution, key: Key) -> jax.Array:
-        return policy.mode() if self.temperature == 0 else policy.sample(key)
+    def _choose(self, policy: Distribution, token: Token, key: Key) -> jax.Array:
+        action = policy.mode() if self.temperature == 0 else policy.sample(key)
+        return action if self.brake == 1 else braked(action, token, self.brake, self.net.trunk.spec)
 
     def _allowed(self, policy: Categorical | Levels, verdict: Verdict, key: Key) -> tuple[jax.Array, PyTree]:
         """The policy's action if the guard allows it, else another one: the policy restricted to what is allowed.
@@ -132,10 +135,10 @@ class InContextAgent(eqx.Module):
             "stepped_in": asked != taken,
         }
 
-    def _candidates(self, policy: TanhNormal, key: Key) -> jax.Array:
+    def _candidates(self, policy: TanhNormal, token: Token, key: Key) -> jax.Array:
         """The policy's own choice first, then more of its samples, last the middle of the range (coast)."""
         first_key, *keys = jax.random.split(key, CANDIDATES)
-        proposal = self._choose(policy, first_key)
+        proposal = self._choose(policy, token, first_key)
         return jnp.stack([proposal, *(policy.sample(k) for k in keys), jnp.full_like(proposal, policy.centre)], 1)
 
     def _first_tolerable(

@@ -36,6 +36,8 @@ class Evaluate:
     # how much less than is left of its budget the policy is told of, once an episode has cost something; with BELOW
     # from the first step on, in episodes whose budget is below that; what its card says by default
     reserve: Annotated[tuple[float, ...] | None, tyro.conf.arg(metavar="AMOUNT [BELOW]")] = None
+    # how many times as hard it acts right after a step that has used its budget up; what its card says by default
+    brake: float | None = None
     # episodes after which its memory settles; those of training, or what its card says by default
     settle_after: int | None = None
     wipe: bool = False  # forget at every episode: shows what in-context learning is worth
@@ -131,12 +133,14 @@ def _contenders(asked: Evaluate) -> dict[str, Any]:
         return released_seeds(
             asked.policy, env_args=parameters,
             temperature=asked.temperature, greedy=asked.greedy, wipe=asked.wipe, risk=asked.risk, guard=asked.guard,
-            reserve=asked.reserve, settle_after=asked.settle_after,
+            reserve=asked.reserve, brake=asked.brake, settle_after=asked.settle_after,
         )  # fmt: skip
     if asked.risk is not None or not asked.guard:
         raise UserError(f"the {asked.agent} agent has no guard: leave out --risk and --no-guard")
     if asked.reserve is not None:
         raise UserError(f"the {asked.agent} agent keeps no reserve: leave out --reserve")
+    if asked.brake is not None:
+        raise UserError(f"the {asked.agent} agent has no brake: leave out --brake")
     if asked.settle_after is not None:
         raise UserError(f"the memory of the {asked.agent} agent never settles: leave out --settle-after")
     if asked.greedy or asked.temperature is not None:

@@ -35,6 +35,7 @@ class Export:
     risk: float | None = None  # that its guard tolerates; what its card says by default
     # of the budget, see safeicrl evaluate; what its card says by default
     reserve: Annotated[tuple[float, ...] | None, tyro.conf.arg(metavar="AMOUNT [BELOW]")] = None
+    brake: float | None = None  # see safeicrl evaluate; what its card says by default
     # episodes after which its memory settles; what its card says by default
     settle_after: int | None = None
     env_args: tuple[str, ...] = ()  # parameters of its environment to change, e.g. engine=auto
@@ -60,7 +61,7 @@ def export(args: list[str]) -> None:
         )
     options: dict[str, Any] = {
         "seed": asked.seed, "average": asked.average, "name": asked.name, "description": asked.description,
-        "temperature": asked.temperature, "risk": asked.risk, "reserve": asked.reserve,
+        "temperature": asked.temperature, "risk": asked.risk, "reserve": asked.reserve, "brake": asked.brake,
         "settle_after": asked.settle_after, "limits": asked.limit, "evaluation": asked.evaluation,
         "env_args": parse_parameters(asked.env_args, "--env-args"), "overwrite": asked.overwrite,
     }  # fmt: skip

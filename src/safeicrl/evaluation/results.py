@@ -135,4 +135,5 @@ def in_words(how: Mapping[str, Any]) -> list[str]:
     parts = [f"actions {how['actions']}"] if how.get("actions") else []
     parts += [f"guard {how['guard']}"] if how.get("guard") else []
     parts += [reserve_words(how["reserve"])] if how.get("reserve") else []
+    parts += [f"brake {how['brake']:g}"] if how.get("brake") else []
     return parts + ([f"settled after episode {how['settle_after']}"] if how.get("settle_after") else [])

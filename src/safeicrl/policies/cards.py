@@ -96,6 +96,8 @@ def read_card(path: Path) -> dict[str, Any]:
         check_number(f"{file}: 'temperature'", card["temperature"], 0.0)
     if "reserve" in card:
         check_reserve(f"{file}: 'reserve'", card["reserve"])
+    if "brake" in card:
+        check_number(f"{file}: 'brake'", card["brake"], 1.0)
     return card
 
 

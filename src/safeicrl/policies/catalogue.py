@@ -121,6 +121,7 @@ def _net(card: dict[str, Any], env: Env) -> Agent:
         net=net,
         risk=card.get("risk"),
         reserve=check_reserve("reserve", card.get("reserve", 0.0)),
+        brake=card.get("brake", 1.0),
         trained_episodes=known,
         settle_after=None if after is None else check_integer("the card's settle_after", after, 1, known),
     )

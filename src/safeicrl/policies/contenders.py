@@ -94,12 +94,13 @@ def released(
     risk: float | None = None,
     guard: bool = True,
     reserve: Reserve | None = None,
+    brake: float | None = None,
     settle_after: int | None = None,
 ) -> Contender:
     """A released policy, on its own environment or on one with other parameters (`env_args`)."""
     policy = load_policy(
         name_or_path, temperature=temperature, greedy=greedy, risk=risk, guard=guard, reserve=reserve,
-        settle_after=settle_after,
+        brake=brake, settle_after=settle_after,
     )  # fmt: skip
     env = changed_env(policy.card, env_args or {})
     agent, how = with_options(env, policy.agent, wipe=wipe, settle_after=settle_after)

@@ -47,6 +47,7 @@ def export_policy(
     temperature: float | None = None,
     risk: float | None = None,
     reserve: Reserve | None = None,
+    brake: float | None = None,
     settle_after: int | None = None,
     env_args: dict[str, Any] | None = None,
     limits: Sequence[str] = (),
@@ -72,7 +73,7 @@ def export_policy(
     reserve = None if reserve is None else check_reserve("reserve", reserve)
     given = {
         "name": name, "description": description, "temperature": temperature, "risk": risk, "reserve": reserve,
-        "settle_after": settle_after,
+        "brake": brake, "settle_after": settle_after,
     }  # fmt: skip
     for what, text in (("name", name), ("description", description), *(("limit", limit) for limit in limits)):
         if text is not None and not text.strip():
@@ -81,8 +82,9 @@ def export_policy(
     # what is given comes first: a card opens with its name
     card = {**changes, **{key: value for key, value in card.items() if key not in changes}}
     _, how = with_options(
-        env, agent, temperature=card.get("temperature"), risk=risk, reserve=reserve, settle_after=settle_after
-    )
+        env, agent, temperature=card.get("temperature"), risk=risk, reserve=reserve, brake=brake,
+        settle_after=settle_after,
+    )  # fmt: skip
     if evaluation is not None:
         card["evaluation"] = _evaluation(Path(evaluation), env, card, how)
     elif env != own:
@@ -228,7 +230,7 @@ def _evaluation(path: Path, env: Env, card: dict[str, Any], how: dict[str, Any])
         raise UserError(f"{path} is of trials of {count} episodes, the environment's have {env.spec.episodes}")
     # a policy that was trained on single episodes was chosen, and is evaluated, with its context wiped
     expected = {"actions": how["actions"], "context": card.get("evaluation", {}).get("context", how["context"])}
-    expected |= {option: how.get(option) for option in ("guard", "reserve", "settle_after")}
+    expected |= {option: how.get(option) for option in ("guard", "reserve", "brake", "settle_after")}
     for what, ours in expected.items():
         if meta.get(what) != ours:
             raise UserError(f"{path} is of another way to act: {what} {meta.get(what)}; the policy's: {ours}")

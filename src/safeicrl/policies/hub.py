@@ -32,7 +32,7 @@ def export_hub(name_or_path: str | Path, folder: str | Path, *, overwrite: bool 
     make_folder(target)
     weights = export_policy(name_or_path, target / HUB, overwrite=overwrite, **options)
     card = read_card(weights)
-    told = ("kind", "net", "hidden", "env", "temperature", "risk", "reserve", "settle_after")
+    told = ("kind", "net", "hidden", "env", "temperature", "risk", "reserve", "brake", "settle_after")
     parts = {name: card[name] for name in told if name in card}
     write_json(target / "config.json", {"library_name": "safeicrl", **parts})
     if "evaluation" in card:

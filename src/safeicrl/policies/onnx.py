@@ -25,6 +25,7 @@ import numpy as np
 
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.agents.settled import NEVER
+from safeicrl.budgets import ROUNDING
 from safeicrl.envs.api import refuse_several
 from safeicrl.envs.spaces import Box, Discrete, Grid
 from safeicrl.errors import UserError
@@ -135,7 +136,7 @@ class _Step:
             watched = self.op("Concat", features, self.look_up(token, slot, seen), axis=1)
         self.output("new_clock", self.op("Add", clock, self.const(np.int64(1))), np.int64, ["row"])
         self.output("new_age", now, np.int64, ["row"])
-        self.choose(self.net.seen(features, watched), watched, token["ctg"], token["time"])
+        self.choose(self.net.seen(features, watched), watched, token)
         return self.onnx.helper.make_graph(self.nodes, "act", self.inputs, self.outputs, self.weights)
 
     def told(self, token: dict[str, str]) -> str:
@@ -336,7 +337,7 @@ class _Step:
 
     # -- the choice -----------------------------------------------------------------------------------------
 
-    def choose(self, seen: str, watched: str, ctg: str, time: str) -> None:
+    def choose(self, seen: str, watched: str, token: dict[str, str]) -> None:
         """The action: the one whose score plus noise is greatest, or the Gaussian at the noise.
 
         `seen` is what the policy's head reads, `watched` what the guard reads.
@@ -348,7 +349,7 @@ class _Step:
             logits = self.op("Div", out, self.const(np.float32(temperature)))
             scores = self.op("Add", logits, self.input("noise", np.float32, ["row", space.n]))
             if self.net.guard is not None and self.agent.risk is not None:
-                scores = self.guarded(watched, ctg, time, scores)
+                scores = self.guarded(watched, token["ctg"], token["time"], scores)
             self.output("chosen", self.op("ArgMax", scores, axis=1, keepdims=0), np.int64, ["row"])
         elif levels:
             logits = self.op("Reshape", out, self.const(np.array([-1, space.size, levels])))
@@ -359,10 +360,10 @@ class _Step:
             action = self.op("Add", self.const(np.float32(space.low)), self.op("Mul", step, level))
             self.output("chosen", action, np.float32, ["row", space.size])
         else:
-            self.gaussian(out, temperature)
+            self.gaussian(out, temperature, token)
 
-    def gaussian(self, out: str, temperature: float) -> None:
-        """`TanhNormal`."""
+    def gaussian(self, out: str, temperature: float, token: dict[str, str]) -> None:
+        """`TanhNormal`, and `braked` (agents/brake.py)."""
         space, (low, high) = self.spec.action, LOG_STD
         assert isinstance(space, Box)
         mean, spread = self.split(out, 2)
@@ -373,9 +374,18 @@ class _Step:
         raw = self.op("Add", mean, self.op("Mul", self.op("Exp", log_std), noise))
         centre, half = space.centre_and_half()
         action = self.op("Mul", self.op("Tanh", raw), self.const(np.float32(half * EDGE)))
-        self.output(
-            "chosen", self.op("Add", action, self.const(np.float32(centre))), np.float32, ["row", space.size]
-        )
+        if self.agent.brake != 1:
+            unit = self.spec.cost_unit
+            bound = self.const(np.float32((1 - ROUNDING) * unit if unit else 0))
+            spent = self.op("Less" if unit else "LessOrEqual", token["ctg"], bound)
+            cost = self.op("Greater", token["cost"], self.const(np.float32(0)))
+            brakes = self.op("And", self.op("And", cost, spent), self.op("Not", token["start"]))
+            harder = self.op("Mul", action, self.const(np.float32(self.agent.brake)))
+            ends = (self.const(np.float32(end - centre)) for end in (space.low, space.high))
+            harder = self.op("Clip", harder, *ends)
+            action = self.op("Where", self.op("Unsqueeze", brakes, self.const(np.array([1]))), harder, action)
+        action = self.op("Add", action, self.const(np.float32(centre)))
+        self.output("chosen", action, np.float32, ["row", space.size])
 
     def guarded(self, features: str, ctg: str, time: str, scores: str) -> str:
         """`Guard.judge`: the scores with those of forbidden actions out of reach; also what the guard did."""

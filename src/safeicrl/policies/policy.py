@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from safeicrl.agents.api import Agent, has_guard, lasting, with_options
-from safeicrl.budgets import Reserve
+from safeicrl.budgets import Reserve, is_spent
 from safeicrl.envs.api import Env
 from safeicrl.errors import (
     MOST_ROWS,
@@ -57,8 +57,6 @@ from safeicrl.policies.running import (
 )
 from safeicrl.tokens import Token, usable_budget
 
-ROUNDING = 1e-4  # of a sum of costs, in units
-
 
 def load_policy(
     name_or_path: str | Path,
@@ -68,6 +66,7 @@ def load_policy(
     risk: float | None = None,
     guard: bool = True,
     reserve: Reserve | None = None,
+    brake: float | None = None,
     settle: bool = True,
     settle_after: int | None = None,
 ) -> "Policy":
@@ -78,6 +77,7 @@ def load_policy(
     Once an episode has cost something, the network is told that less is left of its budget than there is, by the
     `reserve` given here or in the card. With a reserve of (1, 2) it is told so from the first step on: 1 less of
     budgets below 2. The budget itself, the guard and the hard stop do not change.
+    Right after a step that has used a budget up, it acts `brake` times as hard, as given here or in the card.
     After the K episodes of its training its memory settles (docs/deploy.md), or after `settle_after` episodes as
     given here or in the card. With `settle=False` it goes on, for a world that changes while it plays.
     """
@@ -90,9 +90,9 @@ def load_policy(
         temperature = card.get("temperature")
     agent, how = with_options(
         env, agent, temperature=temperature, greedy=greedy, risk=risk, guard=guard, reserve=reserve,
-        settle_after=settle_after,
+        brake=brake, settle_after=settle_after,
     )  # fmt: skip
-    for option in ("reserve", "settle_after"):  # `how` has those that it acts by
+    for option in ("reserve", "brake", "settle_after"):  # `how` has those that it acts by
         card.pop(option, None)
     if not settle:
         how.pop("settle_after", None)
@@ -245,11 +245,7 @@ class Policy:
         assert trial.token is not None
         assert trial.action is not None
         left, start = np.asarray(trial.token.ctg), np.asarray(trial.token.start)
-        # less than one unit is nothing, up to rounding; of real-valued costs, exactly nothing
-        unit = self.env.spec.cost_unit
-        spent = left < (1 - ROUNDING) * unit if unit else left <= 0
-        if self.env.spec.several:  # any cost
-            spent = np.asarray(spent.any(-1))
+        spent = np.asarray(is_spent(left, self.env.spec.cost_unit, self.env.spec.several))
         where = spent.reshape((-1,) + (1,) * (trial.action.ndim - 1))
         trial.action = np.where(where, fallback, trial.action)
         zero = np.zeros(len(spent), int)
