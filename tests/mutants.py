@@ -134,6 +134,20 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
         "a reserve of larger budgets, once they have become small", "agents/reserved.py", "budget < below, amount",
         "left < below, amount", "test_reserve.py::test_of_small_budgets_it_is_kept_from_the_first_step_on",
     ),
+    # a brake
+    Mutant(
+        "a brake at the start of an episode", "agents/brake.py", " & ~token.start", "",
+        "test_brake.py::test_it_acts_harder_where_a_cost_has_used_the_budget_up",
+    ),
+    Mutant(
+        "a brake while some of the budget is left", "agents/brake.py",
+        "cost & is_spent(token.ctg, spec.cost_unit, spec.several)", "cost",
+        "test_brake.py::test_it_acts_harder_where_a_cost_has_used_the_budget_up",
+    ),
+    Mutant(
+        "a graph without a brake", "policies/onnx.py", "if self.agent.brake != 1:", "if False:",
+        "test_onnx.py::test_the_runner_acts_as_the_policy_through_whole_trials[a brake]",
+    ),
     # the guard's ledger
     Mutant(
         "nobody paid for the cell an episode begins in", "nets/ledger.py", "known = ~token.start",

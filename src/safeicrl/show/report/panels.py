@@ -154,7 +154,7 @@ RESERVES = {
     "point": ("reserve 8", "--reserve 8"),
     "car": ("reserve 5", "--reserve 5"),
     "half-cheetah": ("reserve 1 of budgets below 1", "--reserve 1 1"),
-    "ant": ("reserve, settled early", "--greedy --reserve 1 2 --settle-after 14"),
+    "ant": ("brake, reserve, settled early", "--greedy --reserve 1 1 --brake 2 --settle-after 14"),
 }
 
 
