@@ -212,8 +212,8 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
         "choice(1) + order if index", f"{COSTS}results_by_cost",
     ),
     Mutant(
-        "fallback only when all budgets are used up", "policies/policy.py", "np.asarray(spent.any(-1))",
-        "np.asarray(spent.all(-1))", f"{COSTS}a_policy_takes_a_budget_for_each_cost",
+        "fallback only when all budgets are used up", "budgets.py", "return spent.any(-1) if several",
+        "return spent.all(-1) if several", f"{COSTS}a_policy_takes_a_budget_for_each_cost",
     ),
     # worlds
     Mutant("other held-out speed limits", "envs/safe_velocity.py", "(0.60, 0.75, ", "(0.65, 0.75, ", SPEED),
