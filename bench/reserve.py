@@ -6,6 +6,7 @@ python bench/reserve.py safe-dark-point --reserves 0 8 20                 → re
 python bench/reserve.py safe-velocity-ant --reserves 0 1,2 --greedy       1 of budgets below 2, from the start
 python bench/reserve.py safe-velocity-ant --settle-after 12 14 20 --split train
 python bench/reserve.py safe-velocity-ant --brakes 1 1.5 2 --split train
+python bench/reserve.py safe-dark-car --temperatures 0.25 0.5 1 --env engine=planar
 
 By default on 200 validation tasks (seed 1000), at the temperature on the policy's card.
 """
@@ -21,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from safeicrl.budgets import reserve_words
+from safeicrl.envs.registry import env_to_plain, parse_parameters
 from safeicrl.evaluation.results import Results
 from safeicrl.evaluation.statistics import standard_error
 from safeicrl.files import write_json
@@ -63,7 +65,10 @@ def main() -> None:
     parser.add_argument("policy", help="a pretrained policy's name, a file, or a run's folder")
     parser.add_argument("--reserves", type=numbers, nargs="+", default=[(0.0,)], help="none by default")
     parser.add_argument("--brakes", type=float, nargs="+", default=[None], metavar="FACTOR", help="none by default")
-    parser.add_argument("--greedy", action="store_true")
+    actions = parser.add_mutually_exclusive_group()
+    actions.add_argument("--greedy", action="store_true")
+    actions.add_argument("--temperatures", type=float, nargs="+", default=[None], help="the card's by default")
+    parser.add_argument("--env", nargs="+", default=[], metavar="NAME=VALUE", help="changes of the environment")
     parser.add_argument("--settle-after", type=int, nargs="+", default=[None], metavar="EPISODES")
     parser.add_argument("--budgets", type=float, nargs=2, help="range; the environment's test range by default")
     parser.add_argument("--edges", type=float, nargs="+", default=[0, 1, 2, 3, 4, 5, 10, 15, 20, 30, 40, 51])
@@ -73,25 +78,30 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="results/lab/reserve/POLICY.json by default")
     args = parser.parse_args()
     about, found = provenance(), []
-    table = Table("reserve", "brake", "settles after", "return", "last five", "over", "trials ever over")
-    for reserve, brake, after in itertools.product(args.reserves, args.brakes, args.settle_after):
-        who = released(args.policy, reserve=reserve, brake=brake, greedy=args.greedy, settle_after=after)
+    table = Table("reserve", "brake", "settles after", "actions", "return", "last five", "over", "trials ever over")
+    changes = parse_parameters(tuple(args.env), "--env")
+    ways = itertools.product(args.reserves, args.brakes, args.settle_after, args.temperatures)
+    for reserve, brake, after, temperature in ways:
+        who = released(
+            args.policy, reserve=reserve, brake=brake, greedy=args.greedy, settle_after=after,
+            temperature=temperature, env_args=changes,
+        )  # fmt: skip
         results = who.evaluate(
             budgets=args.budgets and tuple(args.budgets), tasks=args.tasks, split=args.split, seed=args.seed
         )
         line = measured(results, args.edges)
         kept, factor = who.meta.get("reserve", 0.0), who.meta.get("brake", 1.0)
         settled = who.meta.get("settle_after", who.policy.episodes)
-        found.append({"reserve": kept, "brake": factor, "settle_after": settled, **line})
+        how = {"reserve": kept, "brake": factor, "settle_after": settled, "actions": who.meta["actions"]}
+        found.append({**how, **line})
         table.add_row(
-            reserve_words(kept), f"{factor:g}", str(settled), f"{line['return']:.2f}", f"{line['last_five']:.3f}",
-            f"{line['over']:.2%}", f"{line['trials_over']:.1%}",
+            reserve_words(kept), f"{factor:g}", str(settled), how["actions"], f"{line['return']:.2f}",
+            f"{line['last_five']:.3f}", f"{line['over']:.2%}", f"{line['trials_over']:.1%}",
         )  # fmt: skip
     Console().print(table)
     settings = {"policy": args.policy, "tasks": args.tasks, "split": args.split, "seed": args.seed}
-    settings["actions"] = who.meta["actions"]
     out = args.out or Path(f"results/lab/reserve/{Path(args.policy).stem}.json")
-    write_json(out, {**about, **settings, "env": who.meta["card"]["env"], "found": found})
+    write_json(out, {**about, **settings, "env": env_to_plain(who.env), "found": found})
 
 
 if __name__ == "__main__":
