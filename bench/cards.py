@@ -3,17 +3,22 @@
     python bench/cards.py
 
 Stages are read from the stored logs below results/POLICY/training. Choices are listed here; docs/worlds has more on
-each. Run it again after a policy was replaced.
+each. A policy that only acts with more care than another one shares its file of arrays. Run it again after a policy
+was replaced.
 """
 
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from safeicrl.evaluation.archive import load_results
 from safeicrl.files import read_json
 from safeicrl.log import read_metrics
 from safeicrl.policies.cards import read_card, write_card
-from safeicrl.policies.catalogue import PRETRAINED, policy_names
+from safeicrl.policies.catalogue import PRETRAINED, policy_names, shipped_card
+from safeicrl.policies.checkpoint import read
 
 RESULTS = Path(__file__).parents[1] / "results"
 CHECKPOINTS = "checkpoint: by evaluations on {tasks} tasks of seed 1000, while training, {day}"
@@ -46,6 +51,34 @@ CHOSEN = {
         "temperature 0.25: on other tasks than the reported ones; the day was not recorded",
     ],
 }
+# What was chosen beside that where a policy acts with more care.
+CAREFUL = "-careful"
+ALSO = {
+    "safe-dark-point-careful": [
+        "reserve 8, of 0, 8, 20: on 200 arenas of seed 1000 (results/lab/reserve/point.json), 2026-11-19",
+    ],
+    "safe-dark-car-careful": ["reserve 5: what one step can cost, set beforehand"],
+    "safe-velocity-half-cheetah-careful": [
+        "reserve 1 of budgets below 1: the smallest that leaves nothing, set beforehand",
+    ],
+    "safe-velocity-ant-careful": [
+        "reserve 1 of budgets below 1: the smallest that leaves nothing, set beforehand",
+        "brake 2, of 1, 1.5, 2, 3: the fewest broken budgets on 240 training tasks of seed 1000 "
+        "(results/lab/reserve/ant-brake.json), 2026-11-19",
+        "settles after 14 episodes: on 240 trials of seed 1000 at the three reported limits, 2026-11-19",
+        "greedy actions: on the same trials, 2026-11-19",
+    ],
+}
+
+
+MEASURED = ("Breaks its budget", "The test tasks have three speed limits", "The return rises with the budget")
+# What more care costs.
+CARE = {
+    "safe-velocity-half-cheetah-careful": [
+        "With a budget below 1 it runs at about 1 m/s, whatever the limit is (docs/guard.md)."
+    ],
+    "safe-velocity-ant-careful": ["With a budget below 1 it hardly moves (docs/guard.md)."],
+}
 
 
 def stages(policy: str) -> list[dict[str, Any]]:
@@ -72,14 +105,46 @@ def _judged(evaluation: dict[str, Any]) -> dict[str, str]:
     return {"judged_on": f"{evaluation['tasks']} tasks of seed {evaluation['seed']}"} if evaluation["every"] else {}
 
 
+def careful_limits(policy: str) -> list[str]:
+    """What a careful policy cannot do: as the one that it comes from, but for how often it breaks its budget."""
+    base = policy.removesuffix(CAREFUL)
+    results = load_results(RESULTS / base / "reserve")
+    over, small = results.over, results.budgets < np.quantile(results.budgets, 0.2)
+    kept = [limit for limit in shipped_card(base)["limits"] if not limit.startswith(MEASURED)]
+    return [
+        *kept,
+        f"Breaks its budget in {over[:, 0].mean():.1%} of the first episodes and in {over[:, -5:].mean():.1%} "
+        f"of the last five; at least once in {over.any(1).mean():.1%} of {len(over)} trials, "
+        f"{over[small].any(1).mean():.0%} of the fifth with the smallest budgets.",
+        *CARE.get(policy, ()),
+    ]
+
+
+def share(policy: str) -> None:
+    """Let a policy that was exported as a file of its own share the arrays of the one that it comes from."""
+    path, base = PRETRAINED / f"{policy}.safetensors", policy.removesuffix(CAREFUL)
+    if not path.exists():
+        return
+    own, theirs = (read(PRETRAINED / f"{name}.safetensors", kind="policy")[0] for name in (policy, base))
+    if own.keys() != theirs.keys() or not all(np.array_equal(own[name], theirs[name]) for name in own):
+        raise SystemExit(f"{policy} has other arrays than {base}")
+    card = shipped_card(policy)
+    path.unlink()
+    write_card(path, {**card, "limits": careful_limits(policy), "arrays": base})
+
+
 def main() -> int:
     """Write all cards."""
+    for policy in ALSO:
+        share(policy)
     for policy in policy_names():
-        path, own = PRETRAINED / f"{policy}.safetensors", stages(policy)
+        base = policy.removesuffix(CAREFUL)
+        path, own = PRETRAINED / f"{policy}.safetensors", stages(base)
         tasks = " or ".join(dict.fromkeys(stage["judged_on"].split()[0] for stage in own if "judged_on" in stage))
         how = CHECKPOINTS if all("judged_on" in stage for stage in own) else SOME if tasks else LAST
         checkpoint = how.format(tasks=tasks, day=own[-1]["date"][:10])
-        card = {**read_card(path), "stages": own, "chosen": [checkpoint, *CHOSEN[policy]]}
+        chosen = [*CHOSEN[base], *ALSO.get(policy, ())]
+        card = {**read_card(path), "stages": own, "chosen": [checkpoint, *chosen]}
         write_card(path, card)
         print(f"{policy}: {len(own)} stages, {sum(s['env_steps'] for s in own) / 1e6:.0f} million steps")
     return 0

@@ -134,6 +134,11 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
         "a reserve of larger budgets, once they have become small", "agents/reserved.py", "budget < below, amount",
         "left < below, amount", "test_reserve.py::test_of_small_budgets_it_is_kept_from_the_first_step_on",
     ),
+    # policies that share arrays
+    Mutant(
+        "a copy that still shares another policy's arrays", "policies/cards.py", 'if key != "arrays"}', "if key}",
+        "test_policy.py::test_a_card_may_share_the_arrays_of_the_policy_beside_it",
+    ),
     # a brake
     Mutant(
         "a brake at the start of an episode", "agents/brake.py", " & ~token.start", "",

@@ -217,6 +217,39 @@ def test_the_papers_method_has_a_name_of_its_own():
         load_policy("safe-dark-room-guard-penalty")
 
 
+@pytest.mark.parametrize(
+    ("base", "settings"),
+    [
+        ("safe-dark-point", {"reserve": 8.0, "temperature": 0.5}),
+        ("safe-velocity-half-cheetah", {"reserve": (1.0, 1.0), "temperature": 0.0}),
+        ("safe-velocity-ant", {"reserve": (1.0, 1.0), "brake": 2.0, "settle_after": 14, "temperature": 0.0}),
+    ],
+)
+def test_a_careful_policy_is_another_one_that_acts_otherwise(base, settings):
+    careful, own = load_policy(f"{base}-careful").agent, load_policy(base).agent
+    assert all(bool((x == y).all()) for x, y in zip(*map(jax.tree.leaves, (careful, own)), strict=True))
+    assert careful == dataclasses.replace(own, net=careful.net, **settings)
+    assert (own.reserve, own.brake, own.settle_after) == (0.0, 1.0, None)
+
+
+def test_a_card_may_share_the_arrays_of_the_policy_beside_it(released):
+    card, other = cards.read_card(released), released.with_name("best-seed1.safetensors")
+    cards.write_card(other, {**card, "note": "shares", "arrays": "best-seed0"})
+    read = cards.read_card(other)
+    assert read["note"] == "shares"
+    _, agent = catalogue.load_agent(other, read)
+    np.testing.assert_array_equal(agent.table, np.arange(45.0).reshape(9, 5))
+    cards.save_policy(other, agent, read)  # a copy has arrays of its own
+    assert "arrays" not in cards.read_card(other)
+    cards.write_card(other, {**card, "arrays": "best-seed0"})
+    cards.save_policy(released, TableAgent(table=jnp.zeros((9, 5)), size=3), card)
+    with pytest.raises(UserError, match="is the card of another policy than the one in best-seed0"):
+        cards.read_card(other)
+    for name in ("../best-seed0", "/best-seed0", 7):
+        with pytest.raises(UserError, match="'arrays' must be the name of a policy"):
+            cards.write_card(other, {**card, "arrays": name})
+
+
 def test_an_extension_of_ones_own(released, tmp_path):
     for extension in (".safetensors", ".json"):
         (tmp_path / f"b.txt{extension}").write_bytes(released.with_suffix(extension).read_bytes())

@@ -108,16 +108,19 @@ def list_names(args: list[str]) -> None:
     """Environments, policies, agents, algorithms and presets by name."""
     from safeicrl.algos.registry import ALGOS
     from safeicrl.envs.registry import WORLDS
-    from safeicrl.policies.catalogue import penalty_names, policy_names
+    from safeicrl.policies.catalogue import penalty_names, policy_names, shipped_card
     from safeicrl.policies.contenders import DESCRIPTIONS
     from safeicrl.recipes.presets import PRESETS
 
     parse("list", List, args)
     load_entry_points()
-    also = {name: f"; as in the paper, without a guard: {alias}" for alias, name in penalty_names().items()}
+    cards = {name: shipped_card(name) for name in policy_names()}
+    bases = {name: card["arrays"] for name, card in cards.items() if "arrays" in card}
+    also = {name: f"; acts with more care than {base}" for name, base in bases.items()}
+    also |= {name: f"; as in the paper, without a guard: {alias}" for alias, name in penalty_names().items()}
     for kind, named in {
         "environments": {name: world.summary or first_line(world.load()) for name, world in WORLDS.items()},
-        "policies": {name: f"pretrained, ships with the library{also.get(name, '')}" for name in policy_names()},
+        "policies": {name: f"pretrained, ships with the library{also.get(name, '')}" for name in cards},
         "agents": DESCRIPTIONS,
         "algorithms": {name: entry.summary for name, entry in ALGOS.items()},
         "presets (safeicrl train --preset NAME)": {name: found.summary for name, found in PRESETS.items()},

@@ -18,12 +18,26 @@ from safeicrl.version import VERSION
 CARD_FORMAT = 2  # 1: cards without digests, which are still read
 
 
+def arrays_file(path: Path, card: dict[str, Any]) -> Path:
+    """The file of a policy's arrays: its own `path`, or, if its card says so, that of a policy beside it.
+
+    A policy that only acts in another way than one that ships needs no arrays of its own.
+    """
+    if "arrays" not in card:
+        return path
+    name = card["arrays"]
+    if not isinstance(name, str) or Path(name).name != name:
+        raise UserError(f"{path.with_suffix('.json')}: 'arrays' must be the name of a policy, got {name!r:.60}")
+    return path.with_name(f"{name}.safetensors")
+
+
 def save_policy(path: Path, agent: PyTree, card: dict[str, Any], evaluation: Results | None = None) -> None:
     """Release a policy: `<name>.safetensors` with the agent's arrays, `<name>.json` with its card.
 
     The `evaluation` in the card is also saved beside it as ordinary results, `<name>-evaluation.npz` + `.json`.
     All files are written before the first one is replaced, so a full disk never leaves files of two policies.
     """
+    card = {key: value for key, value in card.items() if key != "arrays"}  # it has its own now
     make_folder(path.parent)
     with temporary(path) as folder:
         new = folder / path.name
@@ -46,7 +60,7 @@ def save_policy(path: Path, agent: PyTree, card: dict[str, Any], evaluation: Res
 def write_card(path: Path, card: dict[str, Any]) -> None:
     """Write the card of the policy in the file `path`, with a digest of the card and one of the policy's arrays."""
     card = {**{key: value for key, value in card.items() if key != "digests"}, "format": CARD_FORMAT}
-    digests = {"card": _digest(card), "policy": stored_digest(path)}
+    digests = {"card": _digest(card), "policy": stored_digest(arrays_file(path, card))}
     write_json(path.with_suffix(".json"), {**card, "digests": digests})
 
 
@@ -106,6 +120,6 @@ def _verify(path: Path, card: dict[str, Any]) -> None:
     file, digests = path.with_suffix(".json"), card.pop("digests", None)
     if not isinstance(digests, dict) or digests.get("card") != _digest(card):
         raise UserError(f"{file} is damaged or was edited: its digest differs; safeicrl export writes a new card")
-    weights = path.with_suffix(".safetensors") if path.suffix == ".json" else path
+    weights = arrays_file(path.with_suffix(".safetensors") if path.suffix == ".json" else path, card)
     if weights.exists() and digests.get("policy") != stored_digest(weights):
         raise UserError(f"{file} is the card of another policy than the one in {weights.name}")

@@ -24,7 +24,7 @@ from safeicrl.nets.feedforward import check_hidden
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.transformer import NetConfig
 from safeicrl.policies import checkpoint
-from safeicrl.policies.cards import read_card
+from safeicrl.policies.cards import arrays_file, read_card
 
 HUB = "model.safetensors"  # the weights in a folder as model hubs lay it out (hub.py)
 POLICY = "policy.safetensors"  # the policy of a run of several stages
@@ -34,19 +34,22 @@ SEED = re.compile(r"(?:best|policy)-seed(\d+)")  # how a run names the policy of
 
 def policy_names() -> list[str]:
     """The policies that ship with the library."""
-    return sorted(path.stem for path in PRETRAINED.glob("*.safetensors"))
+    return sorted(path.stem for path in PRETRAINED.glob("*.json"))
+
+
+def shipped_card(name: str) -> dict[str, Any]:
+    """The card of a policy that ships."""
+    return read_card(PRETRAINED / f"{name}.safetensors")
 
 
 def penalty_names() -> dict[str, str]:
     """NAME-penalty → NAME, of each policy that ships and learned by the penalty alone, as the paper has it.
 
-    So the paper's method has a name of its own in every world, beside the policies that learned with a guard.
+    So the paper's method has a name of its own in every world, beside the policies with a guard and those that act
+    with more care than they learned to (their cards share another policy's arrays).
     """
-    return {
-        f"{name}-penalty": name
-        for name in policy_names()
-        if read_card(PRETRAINED / f"{name}.safetensors").get("risk") is None
-    }
+    cards = {name: shipped_card(name) for name in policy_names()}
+    return {f"{name}-penalty": name for name, card in cards.items() if "risk" not in card and "arrays" not in card}
 
 
 def shipped_name(name: str | Path) -> str | None:
@@ -206,5 +209,5 @@ def load_agent(path: Path, card: dict[str, Any]) -> tuple[Env, Agent]:
         form = eqx.filter_eval_shape(lambda: KINDS[card["kind"]](card, trained_env(card, env)))
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path.with_suffix('.json')} is an incomplete policy card: {error!r}") from None
-    agent, _ = checkpoint.load(path, form, kind="policy")
+    agent, _ = checkpoint.load(arrays_file(path, card), form, kind="policy")
     return env, agent
