@@ -97,7 +97,7 @@ SWEPT = "test_files.py::test_temporary_files_of_dead_processes_are_removed"
 
 PAID = "test_ledger.py::test_it_finds_what_was_paid_where_the_agent_was"
 BLOCKS = "test_ledger.py::test_rows_are_looked_up_in_blocks"
-ONE_ROW = "test_ledger.py::test_one_row_finds_what_several_find"
+CELLS = "test_ledger.py::test_a_memory_knows_the_cells_as_its_slots_do"
 BOTH_WAYS = "test_ledger.py::test_rows_and_single_steps_find_the_same"
 
 MUTANTS: tuple[Mutant | Noise, ...] = (
@@ -169,7 +169,9 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
     ),
     Mutant("a ledger without an end", "nets/ledger.py", " & (age < context)", "", BOTH_WAYS),
     Mutant("a block that forgets where it begins", "nets/ledger.py", "begin=begin - first", "begin=0", BLOCKS),
-    Mutant("one row looks at other places", "nets/ledger.py", "jnp.exp(2 * (widths", "jnp.exp((widths", ONE_ROW),
+    Mutant("cells keep what was overwritten", "nets/ledger.py", " - self._added(gone)", "", CELLS),
+    Mutant("cells of a memory before it was taken back", "nets/ledger.py", "if not again:", "if True:", CELLS),
+    Mutant("cells of the trial before", "nets/heads.py", "jnp.where(fresh[:, None, None], 0.0, ", "(", BOTH_WAYS),
     Mutant("cells of other trials", "nets/ledger.py", "jnp.maximum(began, time", "jnp.maximum(0, time", BOTH_WAYS),
     Mutant("cells without an end", "nets/ledger.py", "time - context + 1)[", "0)[", BOTH_WAYS),
     # what over budget means, and on which tasks it is measured

@@ -15,6 +15,7 @@ from safeicrl.agents.in_context import InContextAgent
 from safeicrl.envs.api import Env
 from safeicrl.envs.spaces import Grid
 from safeicrl.errors import UserError
+from safeicrl.nets.attention import in_sight
 from safeicrl.nets.heads import PolicyNet
 from safeicrl.nets.ledger import CELL, Ledger
 from safeicrl.nets.transformer import NetConfig
@@ -115,29 +116,51 @@ def test_rows_are_looked_up_in_blocks(env, levels, monkeypatch):
 
 
 def test_cells_are_merged_only_where_they_are_few():
-    """A row of a grid with more cells than steps is looked up among its entries, and finds the same."""
+    """A grid with more cells is looked up among the entries, and the same is found."""
     ledger, trials = network().ledger, random_rows()
     larger = eqx.tree_at(lambda x: x.points, Ledger(LARGE, 3, jax.random.key(0)), ledger.points)
-    found, merged = [], []
-    for each in (ledger, larger):
-        look = jax.jit(lambda token, trial, each=each: each.look_up_rows(token, trial, 9))
-        found.append(look(trials.token, trials.trial))
-        merged.append("cumsum" in look.lower(trials.token, trials.trial).as_text())
+    assert (ledger.cells, larger.cells) == (16, 0)
+    found = [
+        jax.jit(lambda token, trial, each=each: each.look_up_rows(token, trial, 9))(trials.token, trials.trial)
+        for each in (ledger, larger)
+    ]
     np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-5)
-    assert merged == [True, False]
 
 
-def test_one_row_finds_what_several_find():
-    """On a CPU it is computed in another way."""
-    ledger, trials = network().ledger, random_rows()
-    token = jax.tree.map(lambda x: x[:2, 20], trials.token)
-    entries = jnp.moveaxis(ledger.entry(jax.tree.map(lambda x: x[:2], trials.token)), -1, -2)
-    seen = jnp.arange(STEPS) < jnp.array([[20], [9]])
-    both = look_up(ledger, token, entries, seen)
-    for row in (0, 1):
-        alone = look_up(ledger, *jax.tree.map(lambda x: x[row : row + 1], (token, entries, seen)))  # noqa: B023
-        np.testing.assert_allclose(alone[0], both[row], rtol=1e-4, atol=1e-5)
-    assert np.asarray(both).std() > 0.1
+@pytest.mark.parametrize("settles", [True, False])
+def test_a_memory_knows_the_cells_as_its_slots_do(settles):
+    """Also where it has been taken back, and where the ring of 10 slots has closed."""
+    net = network(context=10)
+    agent = InContextAgent(net, trained_episodes=2, settles=settles)
+
+    @eqx.filter_jit
+    def look(agent, memory, token, key):
+        memory, action, _ = agent.act(memory, token, key)
+        cache = memory.cache if settles else memory
+        visible = in_sight(cache.entries.shape[-1], cache.age, cache.clock - 1)
+        return memory, action, cache.cells, net.ledger._summed(cache.entries, visible)
+
+    memory = agent.extend(agent.init(None, 3), ROOM.spec.trial_steps)
+    token = jax.vmap(lambda cell: first_token(ROOM.spec, cell, jnp.float32(1)))(jnp.array([[0, 0], [1, 1], [2, 2]]))
+    random, held = np.random.default_rng(0), []
+    for step in range(40):
+        memory, action, cells, summed = look(agent, memory, token, jax.random.key(step))
+        np.testing.assert_array_equal(cells, summed)
+        held.append(np.asarray(cells[:, 1].sum(-1)))
+        seen = jnp.asarray(random.integers(0, 3, (3, 2)))
+        ended = jnp.asarray(random.random(3) < 0.2)
+        token = jax.vmap(next_token)(
+            token,
+            seen,
+            action,
+            jnp.zeros(3),
+            jnp.asarray(random.integers(0, 2, 3), jnp.float32),
+            ended,
+            jnp.ones(3),
+        )
+    held = np.stack(held)
+    assert held.max() >= 7  # of 10 tokens
+    assert (held[1:] < held[:-1] - 1).any() == settles  # taken back
 
 
 def test_a_guard_with_a_ledger_knows_obstacles_that_the_features_do_not_tell():

@@ -107,8 +107,8 @@ def test_the_runner_acts_as_the_policy_through_whole_trials(tmp_path, kind):
     memory = memory.cache
     kept = memory.keys[1].reshape(theirs.cache["keys_1"].shape)  # [row · head, ...] → [row, head, ...]
     np.testing.assert_allclose(theirs.cache["keys_1"], kept, atol=1e-4)
-    if memory.entries is not None and "entries" in theirs.cache:
-        np.testing.assert_allclose(theirs.cache["entries"], memory.entries, atol=1e-5)
+    if memory.entries is not None and "entries" in theirs.cache:  # with places, where ours has cells
+        np.testing.assert_allclose(theirs.cache["entries"][:, -2:], memory.entries[:, -2:], atol=1e-5)
     assert ("entries" in theirs.cache) == (memory.entries is not None)
     np.testing.assert_array_equal(theirs.cache["age"], memory.age)
     np.testing.assert_array_equal(theirs.cache["clock"], memory.clock)

@@ -278,26 +278,43 @@ class PolicyNet(eqx.Module):
 
     def init_cache(self, rows: int, slots: int, own_clocks: bool = False) -> Cache:
         """The transformer's, with the guard's ledger."""
-        cache = self.trunk.init_cache(rows, slots, own_clocks)
-        if self.ledger is None:
+        cache, ledger = self.trunk.init_cache(rows, slots, own_clocks), self.ledger
+        if ledger is None:
             return cache
-        return replace(cache, entries=jnp.zeros((rows, self.ledger.columns, slots)))
+        columns, cells = (3, jnp.zeros((rows, 2, ledger.cells))) if ledger.cells else (ledger.columns, None)
+        return replace(cache, entries=jnp.zeros((rows, columns, slots)), cells=cells)
 
     def step(self, cache: Cache, token: Token, fresh: jax.Array) -> tuple[Cache, jax.Array, jax.Array]:
         """The transformer's step: the cache, what the policy's head reads, and what the guard reads, [row, ...]."""
-        clock = cache.clock
         after, features = self.trunk.step(cache, token, fresh)
         if self.ledger is None:
             return after, features, features
-        assert cache.entries is not None
-        slots, entry = cache.entries.shape[-1], self.ledger.entry(token)
-        if clock.ndim:
-            entries = cache.entries.at[jnp.arange(len(entry)), :, clock % slots].set(entry, unique_indices=True)
-        else:
-            entries = jax.lax.dynamic_update_slice(cache.entries, entry[..., None], (0, 0, clock % slots))
-        found = self.ledger.look_up(token, entries, in_sight(slots, after.age, clock))
+        after, found = self._consult(self.ledger, cache, after, token, fresh)
         watched = beside(features, found)
-        return replace(after, entries=entries), self.seen(features, watched), watched
+        return after, self.seen(features, watched), watched
+
+    def _consult(
+        self, ledger: Ledger, before: Cache, after: Cache, token: Token, fresh: jax.Array
+    ) -> tuple[Cache, jax.Array]:
+        """Write the step into the ledger, and look up what is near: the cache, and what was found, [row, size]."""
+        assert before.entries is not None
+        slots, clock = before.entries.shape[-1], before.clock
+        entry = ledger.slot(token) if ledger.cells else ledger.entry(token)
+        at, rows = clock % slots, jnp.arange(len(entry))
+        if clock.ndim:
+            gone = before.entries[rows, :, at]
+            entries = before.entries.at[rows, :, at].set(entry, unique_indices=True)
+        else:
+            gone = jax.lax.dynamic_index_in_dim(before.entries, at, 2, keepdims=False)
+            entries = jax.lax.dynamic_update_slice(before.entries, entry[..., None], (0, 0, at))
+        visible = in_sight(slots, after.age, clock)
+        if before.cells is None:
+            return replace(after, entries=entries), ledger.look_up(token, entries, visible)
+        # What is overwritten was in sight only if the trial had filled all slots.
+        gone = jnp.where((before.age == slots)[:, None] & ~fresh[:, None], gone, 0.0)
+        cells = jnp.where(fresh[:, None, None], 0.0, before.cells)
+        cells = ledger.follow(cells, token, gone, entries, visible, again=clock.ndim > 0)
+        return replace(after, entries=entries, cells=cells), ledger.look_up_cells(token, cells)
 
     def watched(self, features: jax.Array, token: Token, trial: jax.Array) -> jax.Array:
         """What the guard reads of whole rows, [row, time, ...], from the transformer's features of them."""

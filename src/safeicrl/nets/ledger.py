@@ -9,8 +9,9 @@ agent are looked up among all entries of the trial:
 
 The points q, the widths w and what of an observation makes a place x are learned with the guard.
 
-In whole rows every step sees other entries. Where observations are the cells of a small grid, those of the same
-cell are merged first: a step then looks at as many entries as there are cells, however long the row is.
+Where observations are the cells of a small grid, the entries of a cell are merged: a look-up then goes through as
+many entries as there are cells, however long the trial is. An agent that acts adds each step to what its memory
+holds of the cells.
 """
 
 import functools
@@ -31,6 +32,7 @@ REACH = 0.4  # how far away the points are before anything is learned
 WIDTHS = (2.0, 4.5)  # log of the first and of the last point's w, likewise
 NEARLY_NOTHING = 1e-3  # where a point is known less than that, nothing has been paid there
 BLOCK = 128  # steps that are looked up at a time in whole rows
+SMALL = 1024  # cells of a grid whose entries are merged, at most
 
 
 class Ledger(eqx.Module):
@@ -64,6 +66,13 @@ class Ledger(eqx.Module):
         """How many numbers an entry has."""
         return self.points.shape[-1] + 2
 
+    @property
+    def cells(self) -> int:
+        """How many cells there are, if the entries of each are merged; else 0."""
+        grid = self.spec.observation
+        count = math.prod(grid.sizes) if isinstance(grid, Grid) else 0
+        return count if count <= SMALL else 0
+
     def entry(self, token: Token) -> jax.Array:
         """Where the last step led, what it cost, and 1, or 0 where that is not known; [..., columns].
 
@@ -81,20 +90,57 @@ class Ledger(eqx.Module):
         steered = self.steer(jnp.concatenate([self.scaled(token.observation), moved], -1))
         points = here[..., None, :] + self.points + steered.reshape(*here.shape[:-1], *self.points.shape)
         cost, known = entries[..., -2, :], jnp.where(visible, entries[..., -1, :], 0.0)
-        widths, both = jnp.exp(self.widths)[:, None], jnp.stack([known, known * cost])  # [2, ..., entry]
-        if known.ndim == 2 and len(known) == 1 and jax.default_backend() == "cpu":
-            # One step of one row: there, products of matrices take half the time.
-            places = entries[..., :-2, :]
-            squares = (points**2).sum(-1, keepdims=True) + (places**2).sum(-2, keepdims=True)
-            near = jnp.exp(2 * (widths * points) @ places - widths * squares)
-            count, paid = jnp.einsum("rpe,kre->krp", near, both)
-        else:
-            # The gaps one dimension after the other, without an axis of dimensions; sums, not products of matrices:
-            # XLA makes one fast loop of it all, and never writes the kernel down.
-            gaps = (points[..., dim, None] - entries[..., None, dim, :] for dim in range(points.shape[-1]))
-            near = jnp.exp(-widths * sum(gap**2 for gap in gaps))  # [..., point, entry]
-            count, paid = ((near * x[..., None, :]).sum(-1) for x in both)
+        # The gaps one dimension after the other, without an axis of dimensions; sums, not products of matrices:
+        # XLA makes one fast loop of it all, and never writes the kernel down.
+        gaps = (points[..., dim, None] - entries[..., None, dim, :] for dim in range(points.shape[-1]))
+        near = jnp.exp(-jnp.exp(self.widths)[:, None] * sum(gap**2 for gap in gaps))  # [..., point, entry]
+        count, paid = ((near * x[..., None, :]).sum(-1) for x in (known, known * cost))
         return jnp.concatenate([jnp.log1p(count), paid / (count + NEARLY_NOTHING)], -1)
+
+    # -- the cells of a small grid ------------------------------------------------------------------------------
+
+    def slot(self, token: Token) -> jax.Array:
+        """What an agent's memory keeps of a step, [..., 3]: as an entry, with the cell's number for the place."""
+        grid = self.spec.observation
+        assert isinstance(grid, Grid)
+        return jnp.concatenate([grid.flat(token.observation)[..., None], self._written(token)], -1)
+
+    def follow(
+        self, cells: jax.Array, token: Token, gone: jax.Array, slots: jax.Array, visible: jax.Array, again: bool
+    ) -> jax.Array:
+        """The cells after one more step, [row, 2, cell]: without what it overwrote, `gone` [row, 3].
+
+        With `again` they are summed anew from the `slots` [row, 3, slot] where an episode begins: then a memory may
+        have been taken back to an earlier time.
+        """
+        after = cells + self._added(self.slot(token)) - self._added(gone)
+        if not again:
+            return after
+        return jax.lax.cond(
+            token.start.any(),
+            lambda: jnp.where(token.start[:, None, None], self._summed(slots, visible), after),
+            lambda: after,
+        )
+
+    def look_up_cells(self, token: Token, cells: jax.Array) -> jax.Array:
+        """The look-up among the cells [..., 2, cell]: what was paid in each, and how many entries it has."""
+        grid = self.spec.observation
+        assert isinstance(grid, Grid)
+        paid, count = jnp.split(cells, 2, -2)
+        places = self._place(jnp.asarray(grid.cells())).T
+        places = jnp.broadcast_to(places, (*cells.shape[:-2], *places.shape))
+        merged = jnp.concatenate([places, paid / jnp.maximum(count, 1.0), count], -2)
+        return self.look_up(token, merged, jnp.array([True]))
+
+    def _summed(self, slots: jax.Array, visible: jax.Array) -> jax.Array:
+        """The cells by all slots that are in sight, [row, 2, cell]."""
+        known = jnp.where(visible, slots[:, 2], 0.0)
+        both = jnp.stack([known * slots[:, 1], known], -1)  # [row, slot, 2]
+        empty = jnp.zeros((self.cells, 2))
+        add = jax.vmap(lambda cell, values: empty.at[cell].add(values))
+        return jnp.moveaxis(add(slots[:, 0].astype(jnp.int32), both), -1, -2)
+
+    # -- whole rows -----------------------------------------------------------------------------------------
 
     def look_up_span(
         self, token: Token, trial: jax.Array, context: int, begin: jax.Array | int, steps: int
@@ -111,15 +157,15 @@ class Ledger(eqx.Module):
     def look_up_rows(self, token: Token, trial: jax.Array, context: int) -> jax.Array:
         """The same for all tokens of whole rows, [row, time, size].
 
-        A block of steps at a time: among the cells of a grid, if these are no more than the steps of a row, else
-        among the entries that one of the block's steps may see. That bounds the memory.
+        A block of steps at a time: among the cells of a small grid, else among the entries that one of the block's
+        steps may see. That bounds the memory.
         """
-        grid, steps, found = self.spec.observation, trial.shape[1], []
-        if isinstance(grid, Grid) and math.prod(grid.sizes) <= steps:
-            rows = token, self._in_cells(grid, token, trial, context)
+        steps, found = trial.shape[1], []
+        if self.cells:
+            rows = token, self._in_cells(token, trial, context)
             for begin in range(0, steps, BLOCK):
                 block = jax.tree.map(lambda x: x[:, begin : begin + BLOCK], rows)  # noqa: B023
-                found.append(jax.checkpoint(functools.partial(self._look_up_cells, grid))(*block))
+                found.append(jax.checkpoint(functools.partial(self.look_up_cells))(*block))
             return jnp.concatenate(found, 1)
         for begin in range(0, steps, BLOCK):
             end, first = min(begin + BLOCK, steps), max(0, begin - context + 1)
@@ -138,25 +184,20 @@ class Ledger(eqx.Module):
         known = ~token.start
         return jnp.stack([token.cost / self.spec.max_cost, known.astype(jnp.float32)], -1)
 
-    def _look_up_cells(self, grid: Grid, token: Token, cells: jax.Array) -> jax.Array:
-        """The look-up among the cells of a grid; `cells` [..., 2, cell]: what was paid there, and the entries."""
-        paid, count = jnp.split(cells, 2, -2)
-        places = self._place(jnp.asarray(grid.cells())).T
-        places = jnp.broadcast_to(places, (*cells.shape[:-2], *places.shape))
-        merged = jnp.concatenate([places, paid / jnp.maximum(count, 1.0), count], -2)
-        return self.look_up(token, merged, jnp.array([True]))
-
-    def _in_cells(self, grid: Grid, token: Token, trial: jax.Array, context: int) -> jax.Array:
-        """What each token of whole rows may see of the cells, as above, [row, time, 2, cell]."""
+    def _in_cells(self, token: Token, trial: jax.Array, context: int) -> jax.Array:
+        """What each token of whole rows may see of the cells, [row, time, 2, cell]."""
         time = jnp.arange(trial.shape[1])
-        cost, known = jnp.split(self._written(token), 2, -1)
-        where = known * jax.nn.one_hot(grid.flat(token.observation), math.prod(grid.sizes))
-        so_far = jnp.cumsum(jnp.stack([cost * where, where], -2), 1)
+        so_far = jnp.cumsum(self._added(self.slot(token)), 1)
         # less what was there when the trial began, or what is too old
         began = jnp.pad(trial[:, 1:] != trial[:, :-1], ((0, 0), (1, 0)))
         began = jax.lax.cummax(jnp.where(began, time, 0), axis=1)
         before = jnp.maximum(began, time - context + 1)[..., None, None]
         return so_far - jnp.take_along_axis(jnp.pad(so_far, ((0, 0), (1, 0), (0, 0), (0, 0))), before, 1)
+
+    def _added(self, slot: jax.Array) -> jax.Array:
+        """What a slot adds to the cells, [..., 2, cell] of [..., 3]."""
+        where = slot[..., 2:] * jax.nn.one_hot(slot[..., 0].astype(jnp.int32), self.cells)
+        return jnp.stack([slot[..., 1:2] * where, where], -2)
 
     def _place(self, observation: jax.Array) -> jax.Array:
         return self.place(self.scaled(observation))

@@ -77,6 +77,7 @@ class Cache:
     clock: jax.Array  # [] or [row] int32, tokens read so far; the next goes to slot clock mod slots
     age: jax.Array  # [row] int32, tokens of the row's present trial in the cache
     entries: jax.Array | None = None  # [row, column, slot] of the guard's ledger, if it has one (ledger.py)
+    cells: jax.Array | None = None  # [row, 2, cell], the same merged, where observations are cells of a small grid
 
 
 def featurise(token: Token, spec: EnvSpec, saturate: int | None = None) -> jax.Array:
@@ -213,11 +214,10 @@ class Transformer(eqx.Module):
         more = min(slots, self.config.context) + spare - cache.keys[0].shape[-1]
         if more <= 0:
             return cache
-        return Cache(
+        return replace(
+            cache,
             keys=tuple(jnp.pad(k, ((0, 0), (0, 0), (0, more))) for k in cache.keys),
             values=tuple(jnp.pad(v, ((0, 0), (0, more), (0, 0))) for v in cache.values),
-            clock=cache.clock,
-            age=cache.age,
             entries=None if cache.entries is None else jnp.pad(cache.entries, ((0, 0), (0, 0), (0, more))),
         )
 
