@@ -281,8 +281,8 @@ class PolicyNet(eqx.Module):
         cache, ledger = self.trunk.init_cache(rows, slots, own_clocks), self.ledger
         if ledger is None:
             return cache
-        columns, cells = (3, jnp.zeros((rows, 2, ledger.cells))) if ledger.cells else (ledger.columns, None)
-        return replace(cache, entries=jnp.zeros((rows, columns, slots)), cells=cells)
+        entries, cells = ledger.empty(rows, slots)
+        return replace(cache, entries=entries, cells=cells)
 
     def step(self, cache: Cache, token: Token, fresh: jax.Array) -> tuple[Cache, jax.Array, jax.Array]:
         """The transformer's step: the cache, what the policy's head reads, and what the guard reads, [row, ...]."""
@@ -299,7 +299,7 @@ class PolicyNet(eqx.Module):
         """Write the step into the ledger, and look up what is near: the cache, and what was found, [row, size]."""
         assert before.entries is not None
         slots, clock = before.entries.shape[-1], before.clock
-        entry = ledger.slot(token) if ledger.cells else ledger.entry(token)
+        entry = ledger.slot(token)
         at, rows = clock % slots, jnp.arange(len(entry))
         if clock.ndim:
             gone = before.entries[rows, :, at]

@@ -97,21 +97,29 @@ class Ledger(eqx.Module):
         count, paid = ((near * x[..., None, :]).sum(-1) for x in (known, known * cost))
         return jnp.concatenate([jnp.log1p(count), paid / (count + NEARLY_NOTHING)], -1)
 
-    # -- the cells of a small grid ------------------------------------------------------------------------------
+    # -- an agent's memory ----------------------------------------------------------------------------------
+
+    def empty(self, rows: int, slots: int) -> tuple[jax.Array, jax.Array | None]:
+        """Nothing written yet: slots for steps, [row, column, slot], and [row, 2, cell] if cells are merged."""
+        if self.cells:
+            return jnp.zeros((rows, 3, slots)), jnp.zeros((rows, 2, self.cells))
+        return jnp.zeros((rows, self.columns, slots)), None
 
     def slot(self, token: Token) -> jax.Array:
-        """What an agent's memory keeps of a step, [..., 3]: as an entry, with the cell's number for the place."""
+        """What is kept of a step, [..., column]: its entry; if cells are merged, (cell, cost, known)."""
         grid = self.spec.observation
+        if not self.cells:
+            return self.entry(token)
         assert isinstance(grid, Grid)
         return jnp.concatenate([grid.flat(token.observation)[..., None], self._written(token)], -1)
 
     def follow(
         self, cells: jax.Array, token: Token, gone: jax.Array, slots: jax.Array, visible: jax.Array, again: bool
     ) -> jax.Array:
-        """The cells after one more step, [row, 2, cell]: without what it overwrote, `gone` [row, 3].
+        """The cells after one more step, [row, 2, cell], without what it overwrote, `gone` [row, 3].
 
-        With `again` they are summed anew from the `slots` [row, 3, slot] where an episode begins: then a memory may
-        have been taken back to an earlier time.
+        With `again` they are summed anew from the `slots` [row, 3, slot] where an episode begins: a memory may have
+        been taken back to an earlier time there.
         """
         after = cells + self._added(self.slot(token)) - self._added(gone)
         if not again:

@@ -149,17 +149,10 @@ PUBLISHED_LOG = (
 
 # steps that a fitted guard looks ahead: as many as a trap is deep, or as the robot needs to slow down
 DEPTHS = {"dark-room": 3, "point": 8, "car": 6, "half-cheetah": 4, "ant": 4}
-# how a robot is safer without a guard (docs/guard.md), in words and as options
-RESERVES = {
-    "point": ("reserve 8", "--reserve 8"),
-    "car": ("reserve 5", "--reserve 5"),
-    "half-cheetah": ("reserve 1 of budgets below 1", "--reserve 1 1"),
-    "ant": ("brake, reserve, settled early", "--greedy --reserve 1 1 --brake 2 --settle-after 14"),
-}
 
 
 def _guard(world: str) -> tuple[Need, ...]:
-    """The comparison: penalty only, a guard at test time only, a reserve, a guard in training (room)."""
+    """The comparison: penalty only, a guard at test time only, more care (robots), a guard in training (room)."""
     _, folder, tasks, _ = WORLDS[world]
     evaluate = f"safeicrl evaluate {folder} --tasks {tasks} --out results/{folder}/policy"
     penalty = Need(label="penalty only", files=(f"{folder}/policy.npz",), command=evaluate)
@@ -169,15 +162,10 @@ def _guard(world: str) -> tuple[Need, ...]:
         files=(f"{folder}/fitted.npz",),
         command=f"{fit}\nsafeicrl evaluate runs/{folder}-fitted --tasks {tasks} --out results/{folder}/fitted",
     )
-    if world in RESERVES:
-        words, options = RESERVES[world]
-        kept = Need(
-            label=words,
-            files=(f"{folder}/reserve.npz",),
-            command=f"safeicrl evaluate {folder} {options} --tasks {tasks} --label '{words}' "
-            f"--out results/{folder}/reserve",
-        )
-        return penalty, fitted, kept
+    if world != "dark-room":
+        out = f"{folder}/reserve"
+        how = f"safeicrl evaluate {folder}-careful --tasks {tasks} --label careful --out results/{out}"
+        return penalty, fitted, Need(label="careful", files=(f"{out}.npz",), command=how)
     return (
         penalty,
         fitted,
@@ -251,25 +239,25 @@ def _beyond(world: str) -> tuple[Need, ...]:
     _, folder, _, _ = WORLDS[world]
     episodes, tasks = (150, 60) if world == "dark-room" else (60, 21)
 
-    def shipped(label: str, policy: str) -> tuple[Need, Need]:
+    def shipped(label: str, policy: str, stem: str = "", options: str = "") -> Need:
+        tasks, out = PAST_K[policy.removesuffix("-careful")], f"beyond/{policy}{stem}"
+        command = f"python bench/beyond.py {policy} --times 10 --tasks {tasks} --rows {tasks}{options}"
+        return Need(label=label, files=(f"{out}.json", f"{out}.npz"), command=f"{command} --out results/{out}.json")
+
+    def both(label: str, policy: str) -> tuple[Need, Need]:
         """Settled, and for comparison not."""
-        tasks, out = PAST_K[policy], f"beyond/{policy}"
-        command = f"python bench/beyond.py {policy} --times 10 --tasks {tasks} --rows {tasks}"
-        settled, ring = f"{command} --out results/{out}.json", f"{command} --ring --out results/{out}-ring.json"
-        return (
-            Need(label=label, files=(f"{out}.json", f"{out}.npz"), command=settled),
-            Need(label=f"{label}{draw.RING}", files=(f"{out}-ring.json", f"{out}-ring.npz"), command=ring),
-        )
+        return shipped(label, policy), shipped(f"{label}{draw.RING}", policy, "-ring", " --ring")
 
     def reference(agent: str) -> Need:
         out = f"beyond/{folder}-{agent}"
         how = f"--agent {agent} --env {folder} --tasks {tasks} --episodes {episodes}"
         return Need(label=agent, files=(f"{out}.npz",), command=f"safeicrl evaluate {how} --out results/{out}")
 
-    guard = shipped("SCARED, guard", "safe-dark-room-guard") if world == "dark-room" else ()
-    hand = ("explorer", "planner", "random") if world == "dark-room" else ("random",)
+    room = world == "dark-room"
+    safer = both("SCARED, guard", f"{folder}-guard") if room else (shipped("SCARED, careful", f"{folder}-careful"),)
+    hand = ("explorer", "planner", "random") if room else ("random",)
     learned = (safe_ad.past_k(world, folder, episodes), *meta.past_k(world, folder, episodes))
-    return (*shipped("SCARED", folder), *guard, *learned, *(reference(agent) for agent in hand))
+    return (*both("SCARED", folder), *safer, *learned, *(reference(agent) for agent in hand))
 
 
 def _wide(world: str) -> tuple[Need, ...]:
