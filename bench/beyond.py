@@ -60,7 +60,7 @@ def main() -> None:
         "--ring", action="store_true", help="go on as in training, with a memory that never settles"
     )
     parser.add_argument("--greedy", action="store_true", help="the most probable actions, not sampled ones")
-    parser.add_argument("--reserve", type=float, nargs="*", help="AMOUNT [BELOW]; what its card says by default")
+    parser.add_argument("--reserve", type=float, nargs="*", help="as safeicrl evaluate; the card's by default")
     parser.add_argument("--brake", type=float, help="what its card says by default")
     parser.add_argument("--settle-after", type=int, help="episodes; what its card says by default")
     parser.add_argument("--tasks", type=int, default=60)

@@ -134,6 +134,10 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
         "a reserve of larger budgets, once they have become small", "agents/reserved.py", "budget < below, amount",
         "left < below, amount", "test_reserve.py::test_of_small_budgets_it_is_kept_from_the_first_step_on",
     ),
+    Mutant(
+        "no reserve of other budgets", "budgets.py", "others[0] if others else 0.0", "0.0",
+        "test_reserve.py::test_other_budgets_may_have_a_reserve_of_their_own",
+    ),
     # policies that share arrays
     Mutant(
         "a copy that still shares another policy's arrays", "policies/cards.py", 'if key != "arrays"}', "if key}",

@@ -66,7 +66,7 @@ KINDS = {
     "a ledger, the guard off": (ROOM, {"guard": 2, "guard_ledger": 3, "shared_ledger": True}),
     "one episode, saturated": (ROOM, {"trained": 1, "saturate": 1}),
     "a reserve, settled early": (ROOM, {"reserve": 0.7, "settle_after": 2}),
-    "a reserve of small budgets": (PUSH, {"levels": 5, "reserve": (0.8, 1.7)}),
+    "a reserve of small budgets": (PUSH, {"levels": 5, "reserve": (0.8, 1.7, 0.3)}),
     "levels": (PUSH, {"levels": 5}),
     "gaussian": (PUSH, {}),
     "a brake": (PUSH, {"brake": 1.7}),

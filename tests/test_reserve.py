@@ -92,6 +92,16 @@ def test_of_small_budgets_it_is_kept_from_the_first_step_on():
     np.testing.assert_array_equal(features(agent((0.5, BUDGET)), given), features(agent(0.0), given))
 
 
+def test_other_budgets_may_have_a_reserve_of_their_own():
+    """Once an episode has cost something, as if it were the only one; small budgets do not keep it."""
+    given, once = tokens(), agent(RESERVE)
+    np.testing.assert_array_equal(features(agent((0.5, BUDGET, RESERVE)), given), features(once, given))
+    below = BUDGET + 0.5
+    small, all_three = agent((0.5, below)), agent((0.5, below, RESERVE))
+    np.testing.assert_array_equal(features(all_three, given), features(small, given))
+    assert np.abs(features(small, given) - features(once, given)).max() > 0.01
+
+
 def test_the_guard_judges_by_what_is_really_left():
     """One unit is left of two, which no single step can break; the network is told that nothing is left."""
     ours, row = agent(1.0, guard=1), jnp.arange(2)[None]
@@ -155,11 +165,19 @@ def test_cards_options_and_results_say_it(tmp_path, capsys):
     assert (other.agent.reserve, other.card["reserve"]) == ((1.0, 3.0), [1.0, 3.0])
     assert released("safe-dark-room", reserve=(2, 4)).meta["reserve"] == [2.0, 4.0]
     assert reserve_words([2.0, 4.0]) == "reserve 2 of budgets below 4"
+    assert reserve_words((2.0, 4.0, 0.5)) == "reserve 2 of budgets below 4, 0.5 of others"
+    assert released("safe-dark-room", reserve=(2, 4, 0)).meta["reserve"] == [2.0, 4.0]
+    assert released("safe-dark-room", reserve=(0, 4, 0.5)).meta["reserve"] == 0.5
+    assert released("safe-dark-room", reserve=[2, 4, 0.5]).agent.reserve == (2.0, 4.0, 0.5)
 
 
-@pytest.mark.parametrize("reserve", [-1, float("nan"), "much", [], [1, -3], [1, 2, 3]])
+@pytest.mark.parametrize("reserve", [-1, float("nan"), "much", [], [1, -3], [1, 2, -1], [1, 2, 3, 4]])
 def test_what_is_no_reserve(reserve, tmp_path):
-    rule = "'s second number, .*, must be a finite number > 0" if reserve == [1, -3] else " must be a"
+    rules = {
+        (1, -3): "'s second number, .*, must be a finite number > 0",
+        (1, 2, -1): "'s third number, .*, must be a finite number ≥ 0",
+    }
+    rule = rules.get(tuple(reserve) if isinstance(reserve, list) else reserve, " must be a")
     with pytest.raises(UserError, match=f"reserve{rule}"):
         load_policy("safe-dark-room", reserve=reserve)
     policy = load_policy("safe-dark-room")
@@ -172,6 +190,6 @@ def test_who_keeps_none(capsys):
     with pytest.raises(UserError, match="RandomAgent keeps no reserve: leave out reserve 1"):
         with_options(ROOM, RandomAgent(action=ROOM.spec.action), reserve=1)
     assert main(["evaluate", "safe-dark-room", "--reserve"]) == 2
-    assert "reserve must be a number, or two" in capsys.readouterr().err
+    assert "reserve must be a number, or the amount" in capsys.readouterr().err
     assert main(["evaluate", "--agent", "random", "--reserve", "1"]) == 2
     assert "the random agent keeps no reserve: leave out --reserve" in capsys.readouterr().err

@@ -15,7 +15,9 @@ Array = Any  # numpy's or JAX's
 Range = tuple[float, float]  # least and greatest budget
 Ranges = Range | tuple[Range, ...]  # one for all costs, or one for each
 ROUNDING = 1e-4  # of a sum of costs, in units
-Reserve = float | tuple[float, float]  # once an episode has cost something, or (amount, of budgets below)
+# Kept once an episode has cost something; or (amount, of budgets below) from the first step on, and perhaps a third
+# number, what other budgets keep once an episode has cost something.
+Reserve = float | tuple[float, float] | tuple[float, float, float]
 
 
 def is_over(cost: Array, budget: Array, several: bool = False) -> Array:
@@ -39,22 +41,36 @@ def is_spent(left: Array, unit: float, several: bool = False) -> Array:
 
 
 def check_reserve(name: str, reserve: object) -> Reserve:
-    """A reserve from what a user or a card gives: a number, one alone in a sequence, or two, (amount, below)."""
+    """A reserve from what a user or a card gives: a number, one alone in a sequence, or two or three."""
     given = tuple(reserve) if isinstance(reserve, list | tuple) else (reserve,)
-    if len(given) not in (1, 2):
-        raise UserError(f"{name} must be a number, or two: the amount and the budget below which, got {reserve!r}")
+    if len(given) not in (1, 2, 3):
+        raise UserError(
+            f"{name} must be a number, or the amount, the budget below which, and perhaps the amount of other "
+            f"budgets, got {reserve!r}"
+        )
     amount = check_number(name, given[0], 0.0)
     if len(given) == 1:
         return amount
     below = check_number(f"{name}'s second number, the budget below which it is kept,", given[1], 0.0, strict=True)
-    return (amount, below) if amount else amount
+    others = check_number(f"{name}'s third number, that of other budgets,", given[2], 0.0) if given[2:] else 0.0
+    if not amount:
+        return others
+    return (amount, below, others) if others else (amount, below)
+
+
+def reserve_parts(reserve: Reserve) -> tuple[float, float, float]:
+    """Of budgets below the second number the first one, from the first step on; of others the third, later."""
+    if not isinstance(reserve, tuple):
+        return 0.0, -np.inf, reserve
+    amount, below, *others = reserve
+    return amount, below, others[0] if others else 0.0
 
 
 def reserve_words(reserve: float | Sequence[float]) -> str:
     """A reserve in words, as results and cards hold it."""
     if isinstance(reserve, Sequence):
-        amount, below = reserve
-        return f"reserve {amount:g} of budgets below {below:g}"
+        amount, below, *others = reserve
+        return f"reserve {amount:g} of budgets below {below:g}" + "".join(f", {x:g} of others" for x in others)
     return f"reserve {reserve:g}"
 
 

@@ -5,15 +5,14 @@ in something that goes on costing, and what the network makes of the rest of its
 less, it stops sooner. Until the first cost it is told the truth, so a small budget does not keep it from searching.
 
 Kept of small budgets, from an episode's first step on, for robots that meet their first cost only by going too far.
-Told of less, they go less far. Large budgets are hardly ever broken: from some budget on the network is told the
-truth.
+Told of less, they go less far. Of larger budgets they may keep another reserve, once an episode has cost something.
 """
 
 import jax
 import jax.numpy as jnp
 
 from safeicrl.agents.settled import Settled
-from safeicrl.budgets import Reserve, beside
+from safeicrl.budgets import Reserve, beside, reserve_parts
 from safeicrl.envs.api import record
 from safeicrl.nets.transformer import Cache
 from safeicrl.tokens import Token
@@ -42,7 +41,5 @@ def told_in_rows(token: Token, reserve: Reserve) -> jax.Array:
 
 def kept(left: jax.Array, budget: jax.Array, reserve: Reserve) -> jax.Array:
     """The reserve, where `left` is left of an episode's `budget`."""
-    if isinstance(reserve, tuple):
-        amount, below = reserve
-        return jnp.where(budget < below, amount, 0.0)
-    return jnp.where(left < budget, reserve, 0.0)
+    amount, below, others = reserve_parts(reserve)
+    return jnp.where(budget < below, amount, jnp.where(left < budget, others, 0.0))

@@ -34,8 +34,9 @@ class Evaluate:
     risk: float | None = None  # chance of breaking the budget that the policy's guard tolerates; see its card
     guard: bool = True  # whether the policy's guard is on, if it has one
     # how much less than is left of its budget the policy is told of, once an episode has cost something; with BELOW
-    # from the first step on, in episodes whose budget is below that; what its card says by default
-    reserve: Annotated[tuple[float, ...] | None, tyro.conf.arg(metavar="AMOUNT [BELOW]")] = None
+    # from the first step on, in episodes whose budget is below that, and in others OTHERS once they have cost
+    # something; what its card says by default
+    reserve: Annotated[tuple[float, ...] | None, tyro.conf.arg(metavar="AMOUNT [BELOW [OTHERS]]")] = None
     # how many times as hard it acts right after a step that has used its budget up; what its card says by default
     brake: float | None = None
     # episodes after which its memory settles; those of training, or what its card says by default

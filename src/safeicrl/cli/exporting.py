@@ -34,7 +34,7 @@ class Export:
     temperature: float | None = None  # of its actions; what its card says by default
     risk: float | None = None  # that its guard tolerates; what its card says by default
     # of the budget, see safeicrl evaluate; what its card says by default
-    reserve: Annotated[tuple[float, ...] | None, tyro.conf.arg(metavar="AMOUNT [BELOW]")] = None
+    reserve: Annotated[tuple[float, ...] | None, tyro.conf.arg(metavar="AMOUNT [BELOW [OTHERS]]")] = None
     brake: float | None = None  # see safeicrl evaluate; what its card says by default
     # episodes after which its memory settles; what its card says by default
     settle_after: int | None = None

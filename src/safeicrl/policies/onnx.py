@@ -25,7 +25,7 @@ import numpy as np
 
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.agents.settled import NEVER
-from safeicrl.budgets import ROUNDING
+from safeicrl.budgets import ROUNDING, reserve_parts
 from safeicrl.envs.api import refuse_several
 from safeicrl.envs.spaces import Box, Discrete, Grid
 from safeicrl.errors import UserError
@@ -146,12 +146,10 @@ class _Step:
             return left
         held = self.op("Where", token["start"], left, self.input("budget", np.float32, ["row"]))
         self.output("new_budget", held, np.float32, ["row"])
-        if isinstance(reserve, tuple):
-            amount, below = reserve
-            kept = self.op("Less", held, self.const(np.float32(below)))
-        else:
-            amount, kept = reserve, self.op("Less", left, held)
-        return self.op("Where", kept, self.op("Sub", left, self.const(np.float32(amount))), left)
+        amount, below, others = map(np.float32, reserve_parts(reserve))
+        later = self.op("Where", self.op("Less", left, held), self.const(others), self.const(np.float32(0)))
+        small = self.op("Less", held, self.const(below))
+        return self.op("Sub", left, self.op("Where", small, self.const(amount), later))
 
     def take_back(self, token: dict[str, str], first: str) -> tuple[str, str]:
         """`take_back`: the clock and the age that the step begins with."""
