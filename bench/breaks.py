@@ -18,7 +18,7 @@ from common import provenance
 from rich.console import Console
 
 from safeicrl.agents.api import lasting
-from safeicrl.budgets import is_spent
+from safeicrl.budgets import is_over, is_spent
 from safeicrl.evaluation.evaluate import budget_grid
 from safeicrl.evaluation.task_lists import evaluation_keys, sample_tasks
 from safeicrl.files import write_json
@@ -40,14 +40,18 @@ def play(
 
 
 def gaps(cost: np.ndarray, done: np.ndarray, budget: float, unit: float) -> list[int | None]:
-    """Of each episode of a trial that used its budget up: the steps until the next cost, None if none came."""
+    """Of each episode of a trial that used its budget up: the steps until it was broken, None if it was not.
+
+    0: the step that used it up broke it, too.
+    """
     found: list[int | None] = []
     for episode in np.split(cost, np.flatnonzero(done)[:-1] + 1):
         costly = np.flatnonzero(episode)
         used_up = np.flatnonzero(is_spent(budget - episode[costly].cumsum(), unit))
         if len(used_up):
-            step, *later = costly[used_up[0] :]
-            found.append(int(later[0] - step) if later else None)
+            spent = episode[costly].cumsum()[used_up[0] :]
+            broken = np.flatnonzero(is_over(spent, budget))
+            found.append(int(costly[used_up[0] + broken[0]] - costly[used_up[0]]) if len(broken) else None)
     return found
 
 
@@ -65,7 +69,7 @@ def main() -> None:
     args = parser.parse_args()
     about = provenance()
     who = released(args.policy, greedy=args.greedy, settle_after=args.settle_after, brake=args.brake)
-    env, agent = who.env, lasting(who.agent, args.settle_after is not None)
+    env, agent = who.env, lasting(who.agent, "settle_after" in who.meta)
     task_key, run_key = evaluation_keys(args.seed)
     tasks = sample_tasks(env, args.split, jax.random.split(task_key, args.tasks))
     budgets, found = budget_grid(*args.budgets, args.tasks), []

@@ -56,15 +56,17 @@ def measured(results: Results, edges: list[float]) -> dict[str, Any]:
 
 
 def numbers(text: str) -> tuple[float, ...]:
-    """A reserve from the command line, AMOUNT or AMOUNT,BELOW."""
+    """A reserve from the command line, AMOUNT or AMOUNT,BELOW or AMOUNT,BELOW,OTHERS."""
     return tuple(float(part) for part in text.split(","))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("policy", help="a pretrained policy's name, a file, or a run's folder")
-    parser.add_argument("--reserves", type=numbers, nargs="+", default=[(0.0,)], help="none by default")
-    parser.add_argument("--brakes", type=float, nargs="+", default=[None], metavar="FACTOR", help="none by default")
+    parser.add_argument("--reserves", type=numbers, nargs="+", default=[None], help="the card's by default")
+    parser.add_argument(
+        "--brakes", type=float, nargs="+", default=[None], metavar="FACTOR", help="the card's by default"
+    )
     actions = parser.add_mutually_exclusive_group()
     actions.add_argument("--greedy", action="store_true")
     actions.add_argument("--temperatures", type=float, nargs="+", default=[None], help="the card's by default")

@@ -150,7 +150,7 @@ MUTANTS: tuple[Mutant | Noise, ...] = (
     ),
     Mutant(
         "a brake while some of the budget is left", "agents/brake.py",
-        "cost & is_spent(token.ctg, spec.cost_unit, spec.several)", "cost",
+        " & is_spent(token.ctg, spec.cost_unit)", "",
         "test_brake.py::test_it_acts_harder_where_a_cost_has_used_the_budget_up",
     ),
     Mutant(

@@ -62,6 +62,15 @@ class BoundedPush(Push):
         return replace(super().spec, max_cost=1.0)
 
 
+@dataclass(frozen=True)
+class Runner(Push):
+    """Push with actions around 1, and costs of whole units."""
+
+    @property
+    def spec(self) -> EnvSpec:
+        return replace(super().spec, action=Box(1, -1.0, 3.0), cost_unit=1.0)
+
+
 def no_state(reward: jax.Array, cost: jax.Array, time: jax.Array, steps: int) -> tuple[jax.Array, Step]:
     """A step of a world with nothing to see but the clock."""
     return time, Step(

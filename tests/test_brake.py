@@ -1,23 +1,21 @@
 """The brake: right after a step that has used its budget up, a robot does what the policy says, but harder."""
 
-from dataclasses import dataclass
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from networks import ROOM, random_weights
-from probe import BoundedPush, Push
+from probe import BoundedPush, Runner
 
 from safeicrl import load_policy
 from safeicrl.agents.api import with_options
+from safeicrl.agents.brake import braked
 from safeicrl.agents.in_context import InContextAgent
 from safeicrl.agents.reference import RandomAgent
 from safeicrl.budgets import is_spent
 from safeicrl.cli import main
-from safeicrl.envs.api import Env, EnvSpec, replace
-from safeicrl.envs.spaces import Box
+from safeicrl.envs.api import Env, replace
 from safeicrl.errors import UserError
 from safeicrl.evaluation.archive import load_results
 from safeicrl.nets.heads import PolicyNet
@@ -27,15 +25,6 @@ from safeicrl.policies.contenders import released
 from safeicrl.tokens import Token
 
 ANT = "safe-velocity-ant"
-
-
-@dataclass(frozen=True)
-class Runner(Push):
-    """Push with actions around 1, and costs of whole units."""
-
-    @property
-    def spec(self) -> EnvSpec:
-        return replace(super().spec, action=Box(1, -1.0, 3.0), cost_unit=1.0)
 
 
 act = eqx.filter_jit(InContextAgent.act)
@@ -50,7 +39,7 @@ def agent(env: Env, brake: float = 1.0, guard: int = 0) -> InContextAgent:
     return InContextAgent(net=net, temperature=0.0, brake=brake, risk=0.999 if guard else None)
 
 
-def token(cost: list[float], left: list[float], start: list[bool] | None = None) -> Token:
+def token(cost: list, left: list, start: list[bool] | None = None) -> Token:
     """Of rows with the same past."""
     rows = len(cost)
     zeros, flags = jnp.zeros((rows, 1)), jnp.zeros(rows, bool) if start is None else jnp.array(start)
@@ -75,6 +64,15 @@ def test_it_acts_harder_where_a_cost_has_used_the_budget_up():
     hard = acted(agent(Runner(), brake=1e6), given)
     assert all(hard[row] in (-1, 3) for row in (used_up, overspent, rounded))  # the ends of the range
     np.testing.assert_array_equal(hard[[some_left, no_cost, new_episode]], plain[[some_left, no_cost, new_episode]])
+
+
+def test_of_several_costs_the_one_that_came_must_be_used_up():
+    spec = replace(
+        Runner().spec, costs=("heat", "noise"), train_budget=((0, 2), (0, 2)), test_budget=((0, 2), (0, 2))
+    )
+    given = token([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], [[0.0, 5.0], [0.0, 5.0], [1.0, 0.0]])
+    harder = braked(jnp.full((3, 1), 1.5), given, 2.0, spec)
+    np.testing.assert_allclose(harder[:, 0], [2, 1.5, 2])
 
 
 def test_with_a_guard_it_is_what_the_policy_proposes():

@@ -176,7 +176,7 @@ def idle(monkeypatch, tmp_path):
         "show.play.server.run", "show.report.reproduce.reproduce", "machine.hosts.supervise",
     ):  # fmt: skip
         monkeypatch.setattr(f"safeicrl.{name}", work)
-    monkeypatch.setattr("safeicrl.show.play.worlds.policy_names", list)  # six policies would be loaded each time
+    monkeypatch.setattr("safeicrl.show.play.worlds.policy_names", list)  # all policies would be loaded each time
 
 
 @pytest.mark.usefixtures("idle")

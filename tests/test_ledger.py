@@ -119,7 +119,7 @@ def test_cells_are_merged_only_where_they_are_few():
     """A grid with more cells is looked up among the entries, and the same is found."""
     ledger, trials = network().ledger, random_rows()
     larger = eqx.tree_at(lambda x: x.points, Ledger(LARGE, 3, jax.random.key(0)), ledger.points)
-    assert (ledger.cells, larger.cells) == (16, 0)
+    assert (ledger.cell_count, larger.cell_count) == (16, 0)
     found = [
         jax.jit(lambda token, trial, each=each: each.look_up_rows(token, trial, 9))(trials.token, trials.trial)
         for each in (ledger, larger)

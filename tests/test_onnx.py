@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from networks import random_weights
-from probe import Push
+from probe import Push, Runner
 from standin import ROOM, TableAgent
 
 from safeicrl.agents.in_context import InContextAgent
@@ -70,6 +70,7 @@ KINDS = {
     "levels": (PUSH, {"levels": 5}),
     "gaussian": (PUSH, {}),
     "a brake": (PUSH, {"brake": 1.7}),
+    "a brake for costs of whole units": (Runner(max_steps=4, episodes=3), {"brake": 1.7}),
 }
 
 

@@ -235,13 +235,13 @@ def test_a_careful_policy_is_another_one_that_acts_otherwise(base, settings):
 def test_a_card_may_share_the_arrays_of_the_policy_beside_it(released):
     card, other = cards.read_card(released), released.with_name("best-seed1.safetensors")
     cards.write_card(other, {**card, "note": "shares", "arrays": "best-seed0"})
-    read = cards.read_card(other)
-    assert read["note"] == "shares"
-    _, agent = catalogue.load_agent(other, read)
-    np.testing.assert_array_equal(agent.table, np.arange(45.0).reshape(9, 5))
-    cards.save_policy(other, agent, read)  # a copy has arrays of its own
-    assert "arrays" not in cards.read_card(other)
-    cards.write_card(other, {**card, "arrays": "best-seed0"})
+    for name in (other, other.with_suffix(""), other.with_suffix(".json")):
+        policy = load_policy(name)
+        assert policy.card["note"] == "shares"
+        np.testing.assert_array_equal(policy.agent.table, np.arange(45.0).reshape(9, 5))
+    copy = export_policy(other, released.with_name("copy"))  # has arrays of its own
+    assert "arrays" not in cards.read_card(copy)
+    np.testing.assert_array_equal(load_policy(copy).agent.table, np.arange(45.0).reshape(9, 5))
     cards.save_policy(released, TableAgent(table=jnp.zeros((9, 5)), size=3), card)
     with pytest.raises(UserError, match="is the card of another policy than the one in best-seed0"):
         cards.read_card(other)

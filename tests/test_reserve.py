@@ -167,7 +167,7 @@ def test_cards_options_and_results_say_it(tmp_path, capsys):
     assert reserve_words([2.0, 4.0]) == "reserve 2 of budgets below 4"
     assert reserve_words((2.0, 4.0, 0.5)) == "reserve 2 of budgets below 4, 0.5 of others"
     assert released("safe-dark-room", reserve=(2, 4, 0)).meta["reserve"] == [2.0, 4.0]
-    assert released("safe-dark-room", reserve=(0, 4, 0.5)).meta["reserve"] == 0.5
+    assert released("safe-dark-room", reserve=(0, 4, 0.5)).agent.reserve == (0.0, 4.0, 0.5)
     assert released("safe-dark-room", reserve=[2, 4, 0.5]).agent.reserve == (2.0, 4.0, 0.5)
 
 

@@ -53,8 +53,8 @@ def check_reserve(name: str, reserve: object) -> Reserve:
         return amount
     below = check_number(f"{name}'s second number, the budget below which it is kept,", given[1], 0.0, strict=True)
     others = check_number(f"{name}'s third number, that of other budgets,", given[2], 0.0) if given[2:] else 0.0
-    if not amount:
-        return others
+    if not amount and not others:
+        return 0.0
     return (amount, below, others) if others else (amount, below)
 
 

@@ -105,7 +105,7 @@ def with_options(
     """The agent with actions sampled at a temperature or greedy, its context kept or wiped, its guard set or off.
 
     `reserve` is how much of a budget its network is not told of (reserved.py), `brake` how many times as hard it
-    acts once a budget is used up (brake.py), `settle_after` the episodes after which its memory settles
+    acts after a costly step that leaves nothing (brake.py), `settle_after` the episodes after which its memory settles
     (settled.py).
 
     Also returns all of it for labels: {"actions": ..., "context": ...} in words, with "guard" if it has one,
@@ -161,7 +161,7 @@ def lasting(agent: Agent, on: bool = True) -> Agent:
 
 
 def _braking(agent: Agent, brake: float) -> Agent:
-    """The agent that acts so much harder once a budget is used up."""
+    """The agent that acts so much harder after a costly step that leaves nothing of the budget."""
     net = getattr(agent, "net", None)
     if not hasattr(agent, "brake") or not isinstance(net.trunk.spec.action, Box):  # type: ignore[union-attr]
         raise UserError(f"only a transformer's real-valued actions can brake: leave out brake {brake}")

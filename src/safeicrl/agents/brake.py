@@ -1,8 +1,8 @@
-"""The brake: right after a step that has used its budget up, the robot does what the policy says, but harder.
+"""The brake: right after a costly step that leaves nothing of the budget, the robot acts as the policy says, but harder.
 
 A runner that goes one step too fast is still too fast at the next one, if it does too little about it. To do
 nothing is no help: a body without thrust keeps its speed. The policy knows how to slow down, so its own action is
-enlarged, for one step.
+enlarged, for the one step that follows.
 """
 
 import jax
@@ -17,11 +17,11 @@ from safeicrl.tokens import Token
 def braked(action: jax.Array, token: Token, factor: float, spec: EnvSpec) -> jax.Array:
     """The action [row, action], `factor` times as far from the middle of its range where the robot brakes.
 
-    It brakes if the last step of the episode has cost something, and nothing is left of the budget.
+    It brakes if the last step of the episode has cost something of which nothing is left.
     """
     assert isinstance(spec.action, Box)
     centre, _ = spec.action.centre_and_half()
     harder = jnp.clip(centre + factor * (action - centre), spec.action.low, spec.action.high)
-    cost = (token.cost > 0).any(-1) if spec.several else token.cost > 0
-    brakes = cost & is_spent(token.ctg, spec.cost_unit, spec.several) & ~token.start
+    now = (token.cost > 0) & is_spent(token.ctg, spec.cost_unit)
+    brakes = (now.any(-1) if spec.several else now) & ~token.start
     return jnp.where(brakes[:, None], harder, action)

@@ -26,7 +26,7 @@ class InContextAgent(eqx.Module):
     risk: jax.Array | float | None = None  # the guard's threshold; None: no guard
     temperature: float = eqx.field(static=True, default=1.0)  # 0: greedy
     reserve: Reserve = eqx.field(static=True, default=0.0)  # of the budget, see reserved.py
-    brake: float = eqx.field(static=True, default=1.0)  # of the action, once a budget is used up; see brake.py
+    brake: float = eqx.field(static=True, default=1.0)  # of the action after a cost that leaves nothing, brake.py
     trained_episodes: int | None = eqx.field(static=True, default=None)  # K; None: no limit, see `read`
     settles: bool = eqx.field(static=True, default=False)  # its memory lasts, see settled.py
     settle_after: int | None = eqx.field(static=True, default=None)  # if it does, after so many episodes; None: K

@@ -37,7 +37,7 @@ class Evaluate:
     # from the first step on, in episodes whose budget is below that, and in others OTHERS once they have cost
     # something; what its card says by default
     reserve: Annotated[tuple[float, ...] | None, tyro.conf.arg(metavar="AMOUNT [BELOW [OTHERS]]")] = None
-    # how many times as hard it acts right after a step that has used its budget up; what its card says by default
+    # how many times as hard it acts right after a costly step that leaves nothing; what its card says by default
     brake: float | None = None
     # episodes after which its memory settles; those of training, or what its card says by default
     settle_after: int | None = None

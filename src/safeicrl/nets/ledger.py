@@ -63,11 +63,11 @@ class Ledger(eqx.Module):
 
     @property
     def columns(self) -> int:
-        """How many numbers an entry has."""
+        """How many numbers an entry has: a place, its cost, and whether that is known."""
         return self.points.shape[-1] + 2
 
     @property
-    def cells(self) -> int:
+    def cell_count(self) -> int:
         """How many cells there are, if the entries of each are merged; else 0."""
         grid = self.spec.observation
         count = math.prod(grid.sizes) if isinstance(grid, Grid) else 0
@@ -101,14 +101,14 @@ class Ledger(eqx.Module):
 
     def empty(self, rows: int, slots: int) -> tuple[jax.Array, jax.Array | None]:
         """Nothing written yet: slots for steps, [row, column, slot], and [row, 2, cell] if cells are merged."""
-        if self.cells:
-            return jnp.zeros((rows, 3, slots)), jnp.zeros((rows, 2, self.cells))
+        if self.cell_count:
+            return jnp.zeros((rows, 3, slots)), jnp.zeros((rows, 2, self.cell_count))
         return jnp.zeros((rows, self.columns, slots)), None
 
     def slot(self, token: Token) -> jax.Array:
         """What is kept of a step, [..., column]: its entry; if cells are merged, (cell, cost, known)."""
         grid = self.spec.observation
-        if not self.cells:
+        if not self.cell_count:
             return self.entry(token)
         assert isinstance(grid, Grid)
         return jnp.concatenate([grid.flat(token.observation)[..., None], self._written(token)], -1)
@@ -144,7 +144,7 @@ class Ledger(eqx.Module):
         """The cells by all slots that are in sight, [row, 2, cell]."""
         known = jnp.where(visible, slots[:, 2], 0.0)
         both = jnp.stack([known * slots[:, 1], known], -1)  # [row, slot, 2]
-        empty = jnp.zeros((self.cells, 2))
+        empty = jnp.zeros((self.cell_count, 2))
         add = jax.vmap(lambda cell, values: empty.at[cell].add(values))
         return jnp.moveaxis(add(slots[:, 0].astype(jnp.int32), both), -1, -2)
 
@@ -153,7 +153,7 @@ class Ledger(eqx.Module):
     def look_up_span(
         self, token: Token, trial: jax.Array, context: int, begin: jax.Array | int, steps: int
     ) -> jax.Array:
-        """The same for `steps` tokens of whole rows, the first at time `begin`: [row, steps, size].
+        """`look_up` for `steps` tokens of whole rows, the first at time `begin`: [row, steps, size].
 
         `token` and `trial`, [row, time], are of the whole rows; a token sees the newest `context` of its trial.
         """
@@ -163,13 +163,13 @@ class Ledger(eqx.Module):
         return self.look_up(jax.tree.map(cut, token), jnp.moveaxis(self.entry(token), -1, -2)[:, None], seen)
 
     def look_up_rows(self, token: Token, trial: jax.Array, context: int) -> jax.Array:
-        """The same for all tokens of whole rows, [row, time, size].
+        """`look_up` for all tokens of whole rows, [row, time, size].
 
-        A block of steps at a time: among the cells of a small grid, else among the entries that one of the block's
-        steps may see. That bounds the memory.
+        A block of steps at a time: among the cells of a grid, if these are no more than the steps of a row, else
+        among the entries that one of the block's steps may see. That bounds the memory.
         """
         steps, found = trial.shape[1], []
-        if self.cells:
+        if 0 < self.cell_count <= steps:
             rows = token, self._in_cells(token, trial, context)
             for begin in range(0, steps, BLOCK):
                 block = jax.tree.map(lambda x: x[:, begin : begin + BLOCK], rows)  # noqa: B023
@@ -204,7 +204,7 @@ class Ledger(eqx.Module):
 
     def _added(self, slot: jax.Array) -> jax.Array:
         """What a slot adds to the cells, [..., 2, cell] of [..., 3]."""
-        where = slot[..., 2:] * jax.nn.one_hot(slot[..., 0].astype(jnp.int32), self.cells)
+        where = slot[..., 2:] * jax.nn.one_hot(slot[..., 0].astype(jnp.int32), self.cell_count)
         return jnp.stack([slot[..., 1:2] * where, where], -2)
 
     def _place(self, observation: jax.Array) -> jax.Array:

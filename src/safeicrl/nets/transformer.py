@@ -76,8 +76,8 @@ class Cache:
     values: tuple[jax.Array, ...]  # per layer [row · head, slot, dim]
     clock: jax.Array  # [] or [row] int32, tokens read so far; the next goes to slot clock mod slots
     age: jax.Array  # [row] int32, tokens of the row's present trial in the cache
-    entries: jax.Array | None = None  # [row, column, slot] of the guard's ledger, if it has one (ledger.py)
-    cells: jax.Array | None = None  # [row, 2, cell], the same merged, where observations are cells of a small grid
+    entries: jax.Array | None = None  # [row, column, slot] of the guard's ledger, if it has one (`Ledger.slot`)
+    cells: jax.Array | None = None  # [row, 2, cell], what was paid and how often, in the cells of a small grid
 
 
 def featurise(token: Token, spec: EnvSpec, saturate: int | None = None) -> jax.Array:

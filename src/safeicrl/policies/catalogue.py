@@ -18,7 +18,7 @@ from safeicrl.config import from_plain
 from safeicrl.envs.api import Env, EnvSpec
 from safeicrl.envs.registry import env_from_plain
 from safeicrl.errors import UserError, check_integer, unknown_name
-from safeicrl.files import CHECKPOINT, RECIPE
+from safeicrl.files import CHECKPOINT, RECIPE, read_json
 from safeicrl.nets.decision_transformer import DecisionConfig, DecisionNet, unit_scales
 from safeicrl.nets.feedforward import check_hidden
 from safeicrl.nets.heads import PolicyNet
@@ -82,6 +82,15 @@ def policy_file(path: Path) -> Path:
     return stem.with_name(f"{stem.name}.safetensors")
 
 
+def _shares_arrays(file: Path) -> bool:
+    """Whether there is only a card, which names the policy beside it whose arrays it shares."""
+    card = file.with_suffix(".json")
+    if file.exists() or not card.exists():
+        return False
+    described = read_json(card, "policy card")
+    return isinstance(described, dict) and "arrays" in described
+
+
 def find_policy(name_or_path: str | Path) -> Path:
     """The file of a policy that is given in any of the ways `load_policy` takes."""
     if not isinstance(name_or_path, str | os.PathLike) or not str(name_or_path):
@@ -96,6 +105,8 @@ def find_policy(name_or_path: str | Path) -> Path:
             return path / POLICY
         return next(iter(run_policies(path).values()))
     file = policy_file(path)
+    if _shares_arrays(file):
+        return file
     if not file.exists() and path.suffix not in ("", ".json"):
         file = path  # the user gave it another extension
     if file.exists():
