@@ -105,8 +105,8 @@ def with_options(
     """The agent with actions sampled at a temperature or greedy, its context kept or wiped, its guard set or off.
 
     `reserve` is how much of a budget its network is not told of (reserved.py), `brake` how many times as hard it
-    acts after a costly step that leaves nothing (brake.py), `settle_after` the episodes after which its memory settles
-    (settled.py).
+    acts after a costly step that leaves nothing (brake.py), `settle_after` the episodes after which its memory
+    settles (settled.py).
 
     Also returns all of it for labels: {"actions": ..., "context": ...} in words, with "guard" if it has one,
     "reserve" if that is not 0, "brake" if it is not 1, and "settle_after" if it is not K.

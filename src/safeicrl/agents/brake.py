@@ -1,4 +1,4 @@
-"""The brake: right after a costly step that leaves nothing of the budget, the robot acts as the policy says, but harder.
+"""The brake: right after a costly step that leaves nothing of the budget, the robot acts as usual, but harder.
 
 A runner that goes one step too fast is still too fast at the next one, if it does too little about it. To do
 nothing is no help: a body without thrust keeps its speed. The policy knows how to slow down, so its own action is

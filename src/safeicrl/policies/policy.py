@@ -76,7 +76,8 @@ def load_policy(
     A guard works at the `risk` given here or in its card; `guard=False` switches it off.
     Once an episode has cost something, the network is told that less is left of its budget than there is, by the
     `reserve` given here or in the card. With a reserve of (1, 2) it is told so from the first step on: 1 less of
-    budgets below 2; a third number is the reserve of other budgets, once they have cost something. The budget itself, the guard and the hard stop do not change.
+    budgets below 2. A third number is the reserve of other budgets, once they have cost something. The budget
+    itself, the guard and the hard stop do not change.
     Right after a costly step that leaves nothing of the budget, it acts `brake` times as hard, as given here or in
     the card.
     After the K episodes of its training its memory settles (docs/deploy.md), or after `settle_after` episodes as
