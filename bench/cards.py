@@ -4,7 +4,10 @@
 
 Stages are read from the stored logs below results/POLICY/training. Choices are listed here; docs/worlds has more on
 each. A policy that only acts with more care than another one shares its file of arrays. Run it again after a policy
-was replaced.
+was replaced; export the careful one again first, as in
+
+    safeicrl export safe-dark-point --reserve 8 --name 'SCARED, careful' --description '...' \\
+      --evaluation results/safe-dark-point/reserve.json --out PRETRAINED/safe-dark-point-careful
 """
 
 import sys
@@ -60,10 +63,12 @@ ALSO = {
     "safe-dark-car-careful": ["reserve 5: what one step can cost, set beforehand"],
     "safe-velocity-half-cheetah-careful": [
         "reserve 1 of budgets below 1: the smallest that leaves nothing, set beforehand",
+        "reserve 0.1 of others, of 0, 0.05, 0.1, 0.25: on 240 training tasks of seed 1000 "
+        "(results/lab/reserve/half-cheetah-once.json), 2026-11-19",
     ],
     "safe-velocity-ant-careful": [
         "reserve 1 of budgets below 1: the smallest that leaves nothing, set beforehand",
-        "brake 2, of 1, 1.5, 2, 3: the fewest broken budgets on 240 training tasks of seed 1000 "
+        "brake 2, of 1, 1.5, 2, 3: the fewest episodes over budget on 240 training tasks of seed 1000 "
         "(results/lab/reserve/ant-brake.json), 2026-11-19",
         "settles after 14 episodes: on 240 trials of seed 1000 at the three reported limits, 2026-11-19",
         "greedy actions: on the same trials, 2026-11-19",
@@ -130,7 +135,7 @@ def share(policy: str) -> None:
         raise SystemExit(f"{policy} has other arrays than {base}")
     card = shipped_card(policy)
     path.unlink()
-    write_card(path, {**card, "limits": careful_limits(policy), "arrays": base})
+    write_card(path, {**card, "arrays": base})
 
 
 def main() -> int:
@@ -143,8 +148,12 @@ def main() -> int:
         tasks = " or ".join(dict.fromkeys(stage["judged_on"].split()[0] for stage in own if "judged_on" in stage))
         how = CHECKPOINTS if all("judged_on" in stage for stage in own) else SOME if tasks else LAST
         checkpoint = how.format(tasks=tasks, day=own[-1]["date"][:10])
-        chosen = [*CHOSEN[base], *ALSO.get(policy, ())]
-        card = {**read_card(path), "stages": own, "chosen": [checkpoint, *chosen]}
+        also = ALSO.get(policy, [])
+        greedy = any(line.startswith("greedy") for line in also)
+        chosen = [line for line in CHOSEN[base] if not (greedy and line.startswith("temperature"))]
+        card = {**read_card(path), "stages": own, "chosen": [checkpoint, *chosen, *also]}
+        if also:
+            card["limits"] = careful_limits(policy)
         write_card(path, card)
         print(f"{policy}: {len(own)} stages, {sum(s['env_steps'] for s in own) / 1e6:.0f} million steps")
     return 0
