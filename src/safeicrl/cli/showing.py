@@ -114,13 +114,15 @@ def list_names(args: list[str]) -> None:
 
     parse("list", List, args)
     load_entry_points()
-    cards = {name: shipped_card(name) for name in policy_names()}
-    bases = {name: card["arrays"] for name, card in cards.items() if "arrays" in card}
-    also = {name: f"; acts with more care than {base}" for name, base in bases.items()}
-    also |= {name: f"; as in the paper, without a guard: {alias}" for alias, name in penalty_names().items()}
+    policies = dict.fromkeys(policy_names(), "trained with a guard")
+    policies |= {
+        name: f"by the penalty alone, as in the paper; also {alias}" for alias, name in penalty_names().items()
+    }
+    bases = {name: base for name in policies if (base := shipped_card(name).get("arrays"))}
+    policies |= {name: f"acts with more care than {base}" for name, base in bases.items()}
     for kind, named in {
         "environments": {name: world.summary or first_line(world.load()) for name, world in WORLDS.items()},
-        "policies": {name: f"pretrained, ships with the library{also.get(name, '')}" for name in cards},
+        "pretrained policies": policies,
         "agents": DESCRIPTIONS,
         "algorithms": {name: entry.summary for name, entry in ALGOS.items()},
         "presets (safeicrl train --preset NAME)": {name: found.summary for name, found in PRESETS.items()},
