@@ -60,11 +60,7 @@ ALSO = {
     "safe-dark-point-careful": [
         "reserve 8, of 0, 8, 20: on 200 arenas of seed 1000 (results/lab/reserve/point.json), 2026-11-19",
     ],
-    "safe-dark-car-careful": [
-        "reserve 5: what one step can cost, set beforehand",
-        "temperature 0.1, of 0.1 and 0.5: with the reserve, more goals and fewer broken budgets on 200 arenas of "
-        "seed 1000 (results/lab/reserve/car.json), 2026-11-19",
-    ],
+    "safe-dark-car-careful": ["reserve 5: what one step can cost, set beforehand"],
     "safe-velocity-half-cheetah-careful": [
         "reserve 1 of budgets below 1: the smallest that leaves nothing, set beforehand",
         "reserve 0.1 of others, of 0, 0.05, 0.1, 0.25: on 240 training tasks of seed 1000 "
@@ -153,8 +149,8 @@ def main() -> int:
         how = CHECKPOINTS if all("judged_on" in stage for stage in own) else SOME if tasks else LAST
         checkpoint = how.format(tasks=tasks, day=own[-1]["date"][:10])
         also = ALSO.get(policy, [])
-        other = any(line.startswith(("greedy", "temperature")) for line in also)
-        chosen = [line for line in CHOSEN[base] if not (other and line.startswith("temperature"))]
+        greedy = any(line.startswith("greedy") for line in also)
+        chosen = [line for line in CHOSEN[base] if not (greedy and line.startswith("temperature"))]
         card = {**read_card(path), "stages": own, "chosen": [checkpoint, *chosen, *also]}
         if also:
             card["limits"] = careful_limits(policy)
