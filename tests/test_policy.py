@@ -217,18 +217,24 @@ def test_the_papers_method_has_a_name_of_its_own():
         load_policy("safe-dark-room-guard-penalty")
 
 
-@pytest.mark.parametrize(
-    ("base", "settings"),
-    [
-        ("safe-dark-point", {"reserve": 8.0, "temperature": 0.5}),
-        ("safe-velocity-half-cheetah", {"reserve": (1.0, 1.0), "temperature": 0.0}),
-        ("safe-velocity-ant", {"reserve": (1.0, 1.0), "brake": 2.0, "settle_after": 14, "temperature": 0.0}),
-    ],
-)
-def test_a_careful_policy_is_another_one_that_acts_otherwise(base, settings):
+CAREFUL = {
+    "safe-dark-point": {"reserve": 8.0, "temperature": 0.5},
+    "safe-dark-car": {"reserve": 5.0, "temperature": 0.5},
+    "safe-velocity-half-cheetah": {"reserve": (1.0, 1.0, 0.1), "temperature": 0.0},
+    "safe-velocity-ant": {"reserve": (1.0, 1.0), "brake": 2.0, "settle_after": 14, "temperature": 0.0},
+}
+
+
+def test_careful_policies_are_those_that_share_arrays():
+    shared = {name: catalogue.shipped_card(name).get("arrays") for name in catalogue.policy_names()}
+    assert {name: base for name, base in shared.items() if base} == {f"{base}-careful": base for base in CAREFUL}
+
+
+@pytest.mark.parametrize("base", CAREFUL)
+def test_a_careful_policy_is_another_one_that_acts_otherwise(base):
     careful, own = load_policy(f"{base}-careful").agent, load_policy(base).agent
     assert all(bool((x == y).all()) for x, y in zip(*map(jax.tree.leaves, (careful, own)), strict=True))
-    assert careful == dataclasses.replace(own, net=careful.net, **settings)
+    assert careful == dataclasses.replace(own, net=careful.net, **CAREFUL[base])
     assert (own.reserve, own.brake, own.settle_after) == (0.0, 1.0, None)
 
 
