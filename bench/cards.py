@@ -54,13 +54,17 @@ CHOSEN = {
         "temperature 0.25: on other tasks than the reported ones; the day was not recorded",
     ],
 }
-# What was chosen beside that where a policy acts with more care.
-CAREFUL = "-careful"
+CAREFUL = "-careful"  # ends the name of a policy that acts with more care
+# What was chosen for these beside that.
 ALSO = {
     "safe-dark-point-careful": [
         "reserve 8, of 0, 8, 20: on 200 arenas of seed 1000 (results/lab/reserve/point.json), 2026-11-19",
     ],
-    "safe-dark-car-careful": ["reserve 5: what one step can cost, set beforehand"],
+    "safe-dark-car-careful": [
+        "reserve 5: what one step can cost, set beforehand",
+        "temperature 0.5, that of Point, not 0.1: with the reported tasks in view, 2026-11-19; 0.1 was better on "
+        "200 arenas of seed 1000, and worse on the reported ones (docs/guard.md)",
+    ],
     "safe-velocity-half-cheetah-careful": [
         "reserve 1 of budgets below 1: the smallest that leaves nothing, set beforehand",
         "reserve 0.1 of others, of 0, 0.05, 0.1, 0.25: on 240 training tasks of seed 1000 "
@@ -74,10 +78,9 @@ ALSO = {
         "greedy actions: on the same trials, 2026-11-19",
     ],
 }
-
-
+# How limits begin that are of the policy without care.
 MEASURED = ("Breaks its budget", "The test tasks have three speed limits", "The return rises with the budget")
-# What more care costs.
+# What care costs.
 CARE = {
     "safe-velocity-half-cheetah-careful": [
         "With a budget below 1 it runs at about 1 m/s, whatever the limit is (docs/guard.md)."
@@ -149,8 +152,8 @@ def main() -> int:
         how = CHECKPOINTS if all("judged_on" in stage for stage in own) else SOME if tasks else LAST
         checkpoint = how.format(tasks=tasks, day=own[-1]["date"][:10])
         also = ALSO.get(policy, [])
-        greedy = any(line.startswith("greedy") for line in also)
-        chosen = [line for line in CHOSEN[base] if not (greedy and line.startswith("temperature"))]
+        other = any(line.startswith(("greedy", "temperature")) for line in also)
+        chosen = [line for line in CHOSEN[base] if not (other and line.startswith("temperature"))]
         card = {**read_card(path), "stages": own, "chosen": [checkpoint, *chosen, *also]}
         if also:
             card["limits"] = careful_limits(policy)

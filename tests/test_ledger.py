@@ -116,15 +116,19 @@ def test_rows_are_looked_up_in_blocks(env, levels, monkeypatch):
 
 
 def test_cells_are_merged_only_where_they_are_few():
-    """A grid with more cells is looked up among the entries, and the same is found."""
+    """A grid of many cells, or of more than a row has steps, is looked up among the entries, and finds the same."""
     ledger, trials = network().ledger, random_rows()
     larger = eqx.tree_at(lambda x: x.points, Ledger(LARGE, 3, jax.random.key(0)), ledger.points)
     assert (ledger.cell_count, larger.cell_count) == (16, 0)
-    found = [
-        jax.jit(lambda token, trial, each=each: each.look_up_rows(token, trial, 9))(trials.token, trials.trial)
-        for each in (ledger, larger)
-    ]
-    np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-5)
+    found, merged = [], []
+    for each, steps in ((ledger, STEPS), (larger, STEPS), (ledger, 15)):
+        look = jax.jit(lambda token, trial, each=each: each.look_up_rows(token, trial, 9))
+        rows = jax.tree.map(lambda x: x[:, :steps], (trials.token, trials.trial))  # noqa: B023
+        found.append(look(*rows))
+        merged.append("cumsum" in look.lower(*rows).as_text())
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found[0][:, :15], found[2], rtol=1e-4, atol=1e-5)
+    assert merged == [True, False, False]
 
 
 @pytest.mark.parametrize("settles", [True, False])
@@ -149,15 +153,8 @@ def test_a_memory_knows_the_cells_as_its_slots_do(settles):
         held.append(np.asarray(cells[:, 1].sum(-1)))
         seen = jnp.asarray(random.integers(0, 3, (3, 2)))
         ended = jnp.asarray(random.random(3) < 0.2)
-        token = jax.vmap(next_token)(
-            token,
-            seen,
-            action,
-            jnp.zeros(3),
-            jnp.asarray(random.integers(0, 2, 3), jnp.float32),
-            ended,
-            jnp.ones(3),
-        )
+        cost = jnp.asarray(random.integers(0, 2, 3), jnp.float32)
+        token = jax.vmap(next_token)(token, seen, action, jnp.zeros(3), cost, ended, jnp.ones(3))
     held = np.stack(held)
     assert held.max() >= 7  # of 10 tokens
     assert (held[1:] < held[:-1] - 1).any() == settles  # taken back
