@@ -34,11 +34,14 @@ CHOSEN = {
         "temperature 0.4: on other rooms than the reported ones; the day was not recorded",
     ],
     "safe-dark-room-guard": [
-        "seed 1 of 3: the most goals at the chosen temperature on 200 rooms of seed 1000 "
-        "(results/lab/guard/room-shared-validation.json), 2026-11-19",
-        "temperature 0.5, of 1, 0.7, 0.5, 0.35: the most goals, mean of the seeds, on the same rooms, 2026-11-19",
-        "risk 0.02, depth 3: set before the run; on the same rooms 0.05 found no more goals",
-        "planned for 600 iterations, shortened to 560 after 168, when the time for it was known",
+        "temperature 0.5, of 1, 0.7, 0.5, 0.35: on 200 rooms of seed 1000 0.35 and 0.5 were within 0.1 goals, mean "
+        "of the seeds; 0.5 found more on 400 rooms of seed 2000 and on all 600 "
+        "(results/lab/guard/room-long-validation.json), 2026-11-20",
+        "seed 0 of 3: the most goals at that temperature on these 600 rooms, and the fewest broken budgets, "
+        "2026-11-20",
+        "risk 0.03, depth 3: set before the run; on the 200 rooms 0.05 found 0.15 goals more and broke more "
+        "budgets",
+        "planned for 700 iterations; after 372 changed to 1100, after 761 to 1060, when the time for it was known",
         "trained on the H200; the release, with its evaluation, was written on a CPU",
     ],
     "safe-dark-point": [

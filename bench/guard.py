@@ -31,7 +31,7 @@ from safeicrl.policies.catalogue import find_policy, load_agent
 from safeicrl.trial import run_trials, sample_queue
 
 EDGES = np.array([0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 1.0])  # of predicted chances
-RISKS = (0.001, 0.005, 0.02, 0.1, 0.3)
+RISKS = (0.001, 0.005, 0.02, 0.1, 0.3)  # beside the one on the card
 BEFORE = (0, 1, 2, 4, 8)  # steps before a budget is broken
 
 
@@ -112,7 +112,7 @@ def calibration(env: Env, agent: InContextAgent, split: str, tasks: int, seed: i
 def asked(env: Env, agent: InContextAgent, tasks: int, seed: int) -> list[dict[str, float]]:
     """What each risk gives on unseen tasks; last, the guard switched off."""
     lines = []
-    for risk in (*RISKS, None):
+    for risk in (*sorted({*RISKS, agent.risk}), None):
         result = evaluate(env, dataclasses.replace(agent, risk=risk), tasks=tasks, seed=seed)
         found = summarise(result)
         excess = np.maximum(result.costs - result.budgets[:, None], 0)[result.over]
@@ -141,15 +141,18 @@ def draw(found: dict[str, Any], path: Path) -> None:
     left.set(xlabel="predicted chance that the step costs", ylabel="share of steps that cost", title="calibration")
     left.legend(frameon=False, fontsize=8, loc="upper left")
     lines = [line for line in found["risks"] if line["risk"] is not None]
-    risks = [line["risk"] for line in lines]
-    right.plot(risks, [line["over_budget"] for line in lines], "o-", color="#0072B2", label="episodes over budget")
-    right.plot(risks, [line["trials_over"] for line in lines], "s-", color="#D55E00", label="trials ever over")
     off = found["risks"][-1]
-    for name, colour in (("over_budget", "#0072B2"), ("trials_over", "#D55E00")):
+    for name, words, colour, mark in (
+        ("over_budget", "episodes over budget", "#0072B2", "o"),
+        ("trials_over", "trials ever over", "#D55E00", "s"),
+    ):
+        risks = [line["risk"] for line in lines]
+        shares = [line[name] or np.nan for line in lines]  # a logarithmic axis has no 0
+        right.plot(risks, shares, f"{mark}-", color=colour, label=words)
         right.axhline(off[name], color=colour, linestyle="--", linewidth=1)
     right.set(xscale="log", yscale="log", xlabel="risk asked for", title="what a risk gives (dashed: guard off)")
-    right.yaxis.set_major_formatter("{x:.1%}")
-    right.yaxis.set_minor_formatter(lambda x, _: f"{x:.1%}" if f"{x:e}"[0] in "25" else "")
+    right.yaxis.set_major_formatter(lambda x, _: f"{100 * x:g}%")
+    right.yaxis.set_minor_formatter(lambda x, _: f"{100 * x:g}%" if f"{x:e}"[0] in "25" else "")
     right.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
     for axis in (left, right):
         axis.grid(color="#e6e6e6")

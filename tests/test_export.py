@@ -271,7 +271,7 @@ def test_a_guard_keeps_the_risk_that_it_was_exported_with(tmp_path, capsys):
     assert main([*command, "--reserve", "1"]) == 0
     said, actions = capsys.readouterr().out, "actions sampled, temperature 0.5"
     assert f"{actions}, guard risk 0.25, reserve 1\n" in said
-    assert f"its card's evaluation is of {actions}, guard risk 0.02: --evaluation makes them agree" in said
+    assert f"its card's evaluation is of {actions}, guard risk 0.03: --evaluation makes them agree" in said
     assert load_policy(tmp_path / "bold.safetensors").agent.risk == 0.25
 
 

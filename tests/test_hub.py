@@ -27,7 +27,7 @@ def test_a_folder_holds_all_that_hubs_expect_and_is_loaded_as_a_policy(tmp_path)
         "README.md", "config.json", "evaluation.json", "model.json", "model.safetensors",
     ]  # fmt: skip
     ours, theirs = load_policy(folder), load_policy("safe-dark-room-guard")
-    assert (ours.env, ours.agent.risk, ours.card["actions"]) == (theirs.env, 0.02, theirs.card["actions"])
+    assert (ours.env, ours.agent.risk, ours.card["actions"]) == (theirs.env, 0.03, theirs.card["actions"])
     np.testing.assert_array_equal(ours.agent.net.actor.first.weight, theirs.agent.net.actor.first.weight)
     config = json.loads((folder / "config.json").read_text())
     assert (config["library_name"], config["net"]["guard"], config["env"]["name"]) == (

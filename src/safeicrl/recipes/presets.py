@@ -166,11 +166,11 @@ def _darkroom() -> Recipe:
 
 def _darkroom_guard() -> Recipe:
     algo = ScaredConfig(
-        iterations=560,
+        iterations=1060,
         rows=512,
         queue=6,
         budget_power=2.0,
-        risk=0.02,
+        risk=0.03,
         first_risk=0.9,
         bold=0.0625,  # what the guard forbids, it must go on seeing
         overtime=0.12,  # trials past K, long enough to fill the context
@@ -191,7 +191,7 @@ def _darkroom_guard() -> Recipe:
     )
     # The last policy counts: an early one was trained with a larger risk than its card would say.
     evaluation = EvalConfig(every=0, tasks=300, rows=300, temperature=1.0, tolerance=0.003)
-    train = TrainConfig(minutes=30.0, evaluation=evaluation)
+    train = TrainConfig(minutes=40.0, evaluation=evaluation)
     return Recipe.single("darkroom-guard", Experiment(env=SafeDarkRoom(), algo=algo, train=train))
 
 
@@ -444,7 +444,7 @@ def _track_line(line: Line, *, world: str, changes: dict[str, Any], args: tuple[
 # (docs/environments.md). Both are exported for the real physics.
 PRESETS: dict[str, Preset] = {
     "darkroom": Preset(summary="SCARED in the paper's room: one GPU, 9 min", make=_darkroom),
-    "darkroom-guard": Preset(summary="with a guard, for safe exploring: one GPU, 25 min", make=_darkroom_guard),
+    "darkroom-guard": Preset(summary="with a guard, for safe exploring: one GPU, 27 min", make=_darkroom_guard),
     "darkroom-paper": Preset(
         summary="Algorithm 1 as printed, 1M steps: one GPU, 10 min", make=_darkroom_paper
     ),
