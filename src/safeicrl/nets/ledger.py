@@ -85,17 +85,11 @@ class Ledger(eqx.Module):
 
         `token` [...], `visible` [..., entry] bool: which entries it may see.
         """
-        here, before = self._place(token.observation), self.scaled(token.previous)
-        moved = jnp.where(token.start[..., None], 0.0, self.scaled(token.observation) - before)
-        steered = self.steer(jnp.concatenate([self.scaled(token.observation), moved], -1))
-        points = here[..., None, :] + self.points + steered.reshape(*here.shape[:-1], *self.points.shape)
+        near = self._near(token, entries[..., :-2, :])
         cost, known = entries[..., -2, :], jnp.where(visible, entries[..., -1, :], 0.0)
-        # The gaps one dimension after the other, without an axis of dimensions; sums, not products of matrices:
-        # XLA makes one fast loop of it all, and never writes the kernel down.
-        gaps = (points[..., dim, None] - entries[..., None, dim, :] for dim in range(points.shape[-1]))
-        near = jnp.exp(-jnp.exp(self.widths)[:, None] * sum(gap**2 for gap in gaps))  # [..., point, entry]
+        # Sums, not products of matrices: XLA makes one fast loop of it all, and never writes the kernel down.
         count, paid = ((near * x[..., None, :]).sum(-1) for x in (known, known * cost))
-        return jnp.concatenate([jnp.log1p(count), paid / (count + NEARLY_NOTHING)], -1)
+        return _found(count, paid)
 
     # -- an agent's memory ----------------------------------------------------------------------------------
 
@@ -134,11 +128,10 @@ class Ledger(eqx.Module):
         """The look-up among the cells [..., 2, cell]: what was paid in each, and how many entries it has."""
         grid = self.spec.observation
         assert isinstance(grid, Grid)
-        paid, count = jnp.split(cells, 2, -2)
-        places = self._place(jnp.asarray(grid.cells())).T
-        places = jnp.broadcast_to(places, (*cells.shape[:-2], *places.shape))
-        merged = jnp.concatenate([places, paid / jnp.maximum(count, 1.0), count], -2)
-        return self.look_up(token, merged, jnp.array([True]))
+        near = self._near(token, self._place(jnp.asarray(grid.cells())).T)
+        # Here a product of matrices is faster: the places of the cells are the same for all tokens.
+        paid, count = jnp.moveaxis(jnp.einsum("...pc,...kc->...pk", near, cells), -1, 0)
+        return _found(count, paid)
 
     def _summed(self, slots: jax.Array, visible: jax.Array) -> jax.Array:
         """The cells by all slots that are in sight, [row, 2, cell]."""
@@ -209,3 +202,18 @@ class Ledger(eqx.Module):
 
     def _place(self, observation: jax.Array) -> jax.Array:
         return self.place(self.scaled(observation))
+
+    def _near(self, token: Token, places: jax.Array) -> jax.Array:
+        """How near the points around the agent are to the places [..., dim, place]: [..., point, place]."""
+        here, before = self._place(token.observation), self.scaled(token.previous)
+        moved = jnp.where(token.start[..., None], 0.0, self.scaled(token.observation) - before)
+        steered = self.steer(jnp.concatenate([self.scaled(token.observation), moved], -1))
+        points = here[..., None, :] + self.points + steered.reshape(*here.shape[:-1], *self.points.shape)
+        # one dimension after the other: an axis of dimensions would be slow
+        gaps = (points[..., dim, None] - places[..., None, dim, :] for dim in range(points.shape[-1]))
+        return jnp.exp(-jnp.exp(self.widths)[:, None] * sum(gap**2 for gap in gaps))
+
+
+def _found(count: jax.Array, paid: jax.Array) -> jax.Array:
+    """What a look-up gives, from the sums over what is near each point."""
+    return jnp.concatenate([jnp.log1p(count), paid / (count + NEARLY_NOTHING)], -1)
