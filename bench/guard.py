@@ -141,12 +141,11 @@ def draw(found: dict[str, Any], path: Path) -> None:
     left.set(xlabel="predicted chance that the step costs", ylabel="share of steps that cost", title="calibration")
     left.legend(frameon=False, fontsize=8, loc="upper left")
     lines = [line for line in found["risks"] if line["risk"] is not None]
-    off = found["risks"][-1]
+    off, risks = found["risks"][-1], [line["risk"] for line in lines]
     for name, words, colour, mark in (
         ("over_budget", "episodes over budget", "#0072B2", "o"),
         ("trials_over", "trials ever over", "#D55E00", "s"),
     ):
-        risks = [line["risk"] for line in lines]
         shares = [line[name] or np.nan for line in lines]  # a logarithmic axis has no 0
         right.plot(risks, shares, f"{mark}-", color=colour, label=words)
         right.axhline(off[name], color=colour, linestyle="--", linewidth=1)
